@@ -1,0 +1,659 @@
+"""Runs kernels on the CPU, instruction by instruction, and finds what a GPU would hide.
+
+The translation unit that NVRTC compiles for a GPU is compiled by g++ against
+``kernels_cu/emulate/ptx.hpp``; every CUDA thread becomes a fiber, every asynchronous instruction an
+operation that the chosen schedule may delay. A race detector, a deadlock table, guard pages around
+every array and NaN in all memory that nobody wrote turn mistakes into an ``EmulationError``.
+
+* ``device("sm_90a")`` is a device for the public functions: its arrays go through the whole pipeline.
+* ``build`` and ``run`` are what it is made of, for tests of single kernels.
+
+Nothing in the package chooses the emulator by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import mmap
+import os
+import platform
+import shutil
+import struct
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy
+from numpy.typing import DTypeLike, NDArray
+
+from cupyflash import source
+from cupyflash.cache import default_directory
+from cupyflash.errors import CompileError, EmulationError
+from cupyflash.params import TensorMapRequest
+from cupyflash.problem import DeviceInfo
+
+if TYPE_CHECKING:
+    from cupyflash.launch import Launch
+
+SCHEDULES = ("early", "late", "random", "pct")
+"""When asynchronous work happens, and in which order threads run.
+
+early: at issue; late: when nothing else can run, or a wait demands it; random and pct: at random
+points, with random preemption of threads (pct: random priorities of threads).
+"""
+
+_CHANGE_POINTS = 3  # of the pct schedule
+_REPORT_BYTES = 1 << 16
+_TENSOR_MAP_MAGIC = 0x70614D726F736E54
+_RACE_SHARED, _RACE_GLOBAL = 1, 2
+
+_COMMON_FLAGS = ("-std=c++20", "-fno-strict-aliasing", "-fPIC", "-shared")
+_KERNEL_FLAGS = ("-O1", "-ffp-contract=off")
+_LIBRARY_FLAGS = ("-O3", "-ffp-contract=fast", "-fvisibility-inlines-hidden")
+_LIBRARY_SOURCES = (
+    "runtime.cpp",
+    "memory.cpp",
+    "barriers.cpp",
+    "copies.cpp",
+    "operations.cpp",
+    "wgmma.cpp",
+    "tcgen05.cpp",
+)
+
+
+class Unit(Protocol):
+    """What ``build`` needs of a ``source.TranslationUnit``."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def text(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+    @property
+    def include_root(self) -> Path: ...
+    @property
+    def digest(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class EmulatedKernel:
+    """A kernel built for the emulator.
+
+    Attributes:
+        name: the kernel's symbol.
+        target: the architecture whose rules hold, such as "sm_90a".
+        path: the shared library.
+        seconds: what g++ took, or 0 for a kernel found in the cache.
+    """
+
+    name: str
+    target: str
+    path: Path
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a launch did.
+
+    Attributes:
+        mma: matrix instructions of any kind.
+        bytes_to_shared: bytes that asynchronous copies brought into shared memory.
+        bytes_to_global: bytes written to global memory.
+        switches: changes from one thread to another.
+        operations: asynchronous operations.
+        bank_conflicts: extra wavefronts of ldmatrix and stmatrix.
+        seconds: wall-clock time.
+    """
+
+    mma: int
+    bytes_to_shared: int
+    bytes_to_global: int
+    switches: int
+    operations: int
+    bank_conflicts: int
+    seconds: float
+
+
+# --- building -------------------------------------------------------------------------------------
+
+
+def build(unit: Unit, defines: Sequence[str] = ()) -> EmulatedKernel:
+    """Compiles a translation unit for the emulator, or finds it in the cache.
+
+    Args:
+        unit: the kernel, as ``source.translation_unit`` makes it.
+        defines: preprocessor definitions, such as "CF_MUTANT=3".
+
+    Returns:
+        The kernel, for ``run``.
+
+    Raises:
+        CompileError: g++ is missing or refuses the unit.
+    """
+    library = _library(unit.include_root)
+    flags = (
+        *_COMMON_FLAGS,
+        *_machine_flags(),
+        *_KERNEL_FLAGS,
+        f"-DCF_ARCH={_architecture(unit.target)}",
+        *(f"-D{define}" for define in defines),
+    )
+    headers = ("emulate/ptx.hpp", "emulate/runtime.hpp", "types.cuh", "ptx/ptx.cuh")
+    key = _key(unit.digest, unit.text, *flags, _compiler_version(), *_texts(unit, headers))
+    path = _cache_folder() / f"{unit.name}-{key}.so"
+    started = time.perf_counter()
+    built = _compile_once(path, flags, unit.include_root, text=unit.text, name=unit.name)
+    del library  # its symbols are global in this process: the kernel finds them when it is loaded
+    return EmulatedKernel(
+        unit.name, unit.target, path, time.perf_counter() - started if built else 0.0
+    )
+
+
+def _texts(unit: Unit, names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        yield (unit.include_root / name).read_text(encoding="utf-8")
+
+
+def _architecture(target: str) -> int:
+    """80 of "sm_80", 100 of "sm_100f"."""
+    return int("".join(character for character in target if character.isdigit()))
+
+
+def _machine_flags() -> tuple[str, ...]:
+    return ("-march=x86-64-v3",) if platform.machine() == "x86_64" else ()
+
+
+@functools.cache
+def _compiler() -> str:
+    path = shutil.which(os.environ.get("CXX", "g++"))
+    if path is None:
+        raise CompileError("the emulator compiles kernels with g++, which is not on the PATH")
+    return path
+
+
+@functools.cache
+def _compiler_version() -> str:
+    return subprocess.run(
+        [_compiler(), "--version"], capture_output=True, check=True, text=True
+    ).stdout.splitlines()[0]
+
+
+def _key(*parts: str) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _cache_folder() -> Path:
+    base = default_directory()
+    folder = (base if base is not None else Path(tempfile.gettempdir()) / "cupyflash") / "emulate"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _compile_once(
+    path: Path, flags: Sequence[str], root: Path, *, text: str = "", name: str = "", files: Any = ()
+) -> bool:
+    """Makes ``path`` unless it exists; processes that want the same file wait for the first."""
+    if path.is_file():
+        return False
+    with _exclusive(path.with_suffix(".lock")):
+        if path.is_file():
+            return False
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
+            inputs = [str(file) for file in files]
+            if text:
+                unit = Path(folder) / f"{name}.cpp"
+                unit.write_text(text, encoding="utf-8")
+                inputs.append(str(unit))
+            output = Path(folder) / path.name
+            command = [_compiler(), *flags, f"-I{root}", *inputs, "-o", str(output)]
+            result = subprocess.run(command, capture_output=True, text=True)
+            if result.returncode != 0:
+                raise CompileError(f"{' '.join(command)}\n{result.stderr.strip()}")
+            os.replace(output, path)
+    return True
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[None]:
+    import fcntl
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@functools.cache
+def _library(root: Path) -> ctypes.CDLL:
+    """The emulator itself: compiled once, loaded once, its symbols visible to kernels."""
+    folder = root / "emulate"
+    files = [folder / name for name in _LIBRARY_SOURCES]
+    headers = sorted(folder.glob("*.hpp"))
+    flags = (*_COMMON_FLAGS, *_machine_flags(), *_LIBRARY_FLAGS)
+    texts = (file.read_text(encoding="utf-8") for file in (*files, *headers, root / "types.cuh"))
+    key = _key(*flags, _compiler_version(), *texts)
+    path = _cache_folder() / f"libcf_emulator-{key}.so"
+    _compile_once(path, flags, root, files=files)
+    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    library.cf_emulate_add_region.argtypes = [ctypes.c_char_p, *[ctypes.c_size_t] * 4]
+    library.cf_emulate_add_region.restype = None
+    library.cf_emulate_remove_region.argtypes = [ctypes.c_size_t]
+    library.cf_emulate_remove_region.restype = None
+    return library
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+class _Counters(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in (
+            "mma",
+            "bytes_to_shared",
+            "bytes_to_global",
+            "switches",
+            "operations",
+            "bank_conflicts",
+        )
+    ]
+
+
+class _LaunchRequest(ctypes.Structure):
+    """``cf::emulate::LaunchRequest``."""
+
+    _fields_ = [
+        ("params", ctypes.c_void_p),
+        ("params_bytes", ctypes.c_uint64),
+        ("seed", ctypes.c_uint64),
+        ("time_limit", ctypes.c_double),
+        ("grid", ctypes.c_int32),
+        ("shared_bytes", ctypes.c_int32),
+        ("schedule", ctypes.c_int32),
+        ("race", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("change_points", ctypes.c_int32),
+        ("report", ctypes.c_void_p),
+        ("report_bytes", ctypes.c_uint64),
+        ("counters", ctypes.POINTER(_Counters)),
+    ]
+
+
+@functools.cache
+def _entry(path: Path, name: str) -> Any:
+    function = getattr(ctypes.CDLL(str(path)), f"cf_emulate_{name}")
+    function.argtypes = [ctypes.POINTER(_LaunchRequest)]
+    function.restype = ctypes.c_int
+    return function
+
+
+def run(
+    kernel: EmulatedKernel,
+    grid: int,
+    params: bytes | bytearray,
+    maps: Sequence[TensorMapRequest] = (),
+    *,
+    shared_bytes: int = 0,
+    schedule: str = "early",
+    seed: int = 0,
+    race: bool | str = False,
+    window: int = 1,
+    time_limit: float = 300.0,
+) -> Report:
+    """Launches a kernel and waits for it.
+
+    Args:
+        kernel: what ``build`` returned.
+        grid: number of CTAs; a multiple of the kernel's cluster.
+        params: the parameter struct; tensor maps in it are overwritten from ``maps``.
+        maps: the tensor maps to encode.
+        shared_bytes: dynamic shared memory of a CTA.
+        schedule: one of ``SCHEDULES``.
+        seed: of the random schedules; a launch is a function of schedule and seed.
+        race: whether to look for races on shared and tensor memory; "global": on global memory too.
+        window: clusters that are resident together. 1 shows that no CTA waits for a later one.
+        time_limit: seconds until a launch is given up.
+
+    Returns:
+        What the launch did.
+
+    Raises:
+        EmulationError: the emulator found a fault. The text names the hazard, the kernel, the
+            schedule and seed, and for both sides the thread and source line.
+        ValueError: a schedule or a tensor map that does not exist.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    entry = _entry(kernel.path, kernel.name)
+    storage = ctypes.create_string_buffer(len(params) + 64)
+    address = -(-ctypes.addressof(storage) // 64) * 64
+    encoded = bytearray(params)
+    for request in maps:
+        encoded[request.offset : request.offset + 128] = encode_tensor_map(request)
+    ctypes.memmove(address, bytes(encoded), len(encoded))
+    report = ctypes.create_string_buffer(_REPORT_BYTES)
+    counters = _Counters()
+    request = _LaunchRequest(
+        params=address,
+        params_bytes=len(params),
+        seed=seed,
+        time_limit=time_limit,
+        grid=grid,
+        shared_bytes=shared_bytes,
+        schedule=SCHEDULES.index(schedule),
+        race=(_RACE_SHARED if race else 0) | (_RACE_GLOBAL if race == "global" else 0),
+        window=window,
+        change_points=_CHANGE_POINTS if schedule == "pct" else 0,
+        report=ctypes.addressof(report),
+        report_bytes=_REPORT_BYTES,
+        counters=ctypes.pointer(counters),
+    )
+    started = time.perf_counter()
+    failed = entry(ctypes.byref(request))
+    seconds = time.perf_counter() - started
+    if failed:
+        raise EmulationError(report.value.decode(errors="replace"))
+    for memory in list(_memories):
+        memory.check()
+    return Report(seconds=seconds, **{name: getattr(counters, name) for name, _ in counters._fields_})
+
+
+def encode_tensor_map(request: TensorMapRequest, *, is_float16: bool = False) -> bytes:
+    """The emulator's form of a tensor map, 128 bytes; its decoder checks the driver's rules.
+
+    Args:
+        request: the map.
+        is_float16: whether reductions add two-byte elements as float16, not bfloat16.
+    """
+    rank = len(request.dims)
+    if not 1 <= rank <= 5 or len(request.box) != rank or len(request.strides_bytes) != rank - 1:
+        raise ValueError(f"tensor map: dims, box and strides do not fit together in {request}")
+    missing = 5 - rank
+    return struct.pack(
+        "<QQ4I5I5I4Q24x",
+        _TENSOR_MAP_MAGIC,
+        request.pointer,
+        rank,
+        request.element_bytes,
+        request.swizzle,
+        is_float16,
+        *request.dims,
+        *(1,) * missing,
+        *request.box,
+        *(1,) * missing,
+        *request.strides_bytes,
+        *(0,) * missing,
+    )
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+class _GuardedMemory:
+    """Bytes between two guard pages, full of 0xFF (NaN in every format).
+
+    The bytes end at the upper guard page (or begin at the lower one), up to an alignment of 16. What
+    then lies between them and the other guard page must stay as it is.
+    """
+
+    ALIGNMENT = 16
+
+    def __init__(self, nbytes: int, name: str, at_start: bool) -> None:
+        page = mmap.PAGESIZE
+        inside = max(1, -(-nbytes // page)) * page
+        self.nbytes = nbytes
+        mapping = _LIBC.mmap(
+            None, inside + 2 * page, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+        )
+        if mapping in (None, ctypes.c_void_p(-1).value):
+            raise MemoryError(f"cannot map {inside} bytes for an emulated array")
+        self._inside, self._inside_bytes = mapping + page, inside
+        _LIBC.mprotect(self._inside, inside, mmap.PROT_READ | mmap.PROT_WRITE)
+        ctypes.memset(self._inside, 0xFF, inside)
+        room = inside - nbytes
+        self.address = self._inside + (0 if at_start else room // self.ALIGNMENT * self.ALIGNMENT)
+        library = _library(source.include_root())
+        library.cf_emulate_add_region(
+            name.encode(), self.address, nbytes, mapping, inside + 2 * page
+        )
+        self._release = weakref.finalize(self, _release, library, mapping, inside + 2 * page)
+        _memories.add(self)
+
+    def array(self) -> NDArray[numpy.uint8]:
+        return numpy.frombuffer(
+            (ctypes.c_uint8 * self.nbytes).from_address(self.address), numpy.uint8
+        )
+
+    def check(self) -> None:
+        """Raises EmulationError if a kernel wrote beside the bytes."""
+        before = self.address - self._inside
+        after = self._inside_bytes - before - self.nbytes
+        untouched = ctypes.string_at(self._inside, before) + ctypes.string_at(
+            self.address + self.nbytes, after
+        )
+        if untouched.count(0xFF) != len(untouched):
+            raise EmulationError("a kernel wrote beside an array, within 4096 bytes of it")
+
+
+_LIBC = _libc()
+_memories: weakref.WeakSet[_GuardedMemory] = weakref.WeakSet()
+
+
+def _release(library: ctypes.CDLL, mapping: int, nbytes: int) -> None:
+    library.cf_emulate_remove_region(mapping)
+    _LIBC.munmap(mapping, nbytes)
+
+
+class EmulatedArray:
+    """An array in the memory of an emulated device; made by ``EmulatedDevice.array`` or ``empty``.
+
+    It has the attributes of a NumPy array that describe it, and basic indexing and ``transpose``,
+    which make views of the same memory.
+    """
+
+    def __init__(self, device: EmulatedDevice, memory: _GuardedMemory, view: NDArray) -> None:
+        self.device = device
+        self._memory = memory
+        self._view = view
+
+    @property
+    def pointer(self) -> int:
+        """Address of the first element."""
+        return self._view.__array_interface__["data"][0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._view.shape
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Bytes between neighbours along each dimension."""
+        return self._view.strides
+
+    @property
+    def dtype(self) -> numpy.dtype:
+        return self._view.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self._view.ndim
+
+    @property
+    def readonly(self) -> bool:
+        return not self._view.flags.writeable
+
+    def numpy(self) -> NDArray:
+        """A copy of the contents."""
+        return self._view.copy()
+
+    def __getitem__(self, index: Any) -> EmulatedArray:
+        view = self._view[index]
+        if not isinstance(view, numpy.ndarray) or not (
+            view.size == 0 or numpy.may_share_memory(view, self._view)
+        ):
+            raise IndexError("only basic indexing, which makes a view, works on an emulated array")
+        return EmulatedArray(self.device, self._memory, view)
+
+    def transpose(self, *axes: int) -> EmulatedArray:
+        """The same elements with dimensions in another order."""
+        return EmulatedArray(self.device, self._memory, self._view.transpose(*axes))
+
+    def __repr__(self) -> str:
+        return f"<EmulatedArray {self.dtype}{list(self.shape)} on {self.device!r}>"
+
+
+# --- the device -----------------------------------------------------------------------------------
+
+_KIB = 1024
+_SHARED_MEMORY = {80: 163 * _KIB, 87: 163 * _KIB, 90: 227 * _KIB, 100: 227 * _KIB, 103: 227 * _KIB}
+_SHARED_MEMORY_ELSEWHERE = 99 * _KIB
+_L2_BYTES = 50 << 20
+
+
+class EmulatedDevice:
+    """A device whose launches run on the emulator; see ``device``.
+
+    Attributes:
+        info: what kernels are chosen by.
+        index: distinguishes emulated devices.
+        last_report: what the last launch did, or None.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        schedule: str,
+        seed: int,
+        race: bool | str,
+        num_sms: int,
+        window: int,
+        guard: str,
+        mutant: int,
+        index: int,
+    ) -> None:
+        self.target = target
+        self.schedule = schedule
+        self.seed = seed
+        self.race = race
+        self.window = window
+        self.guard = guard
+        self.mutant = mutant
+        self.index = index
+        self.last_report: Report | None = None
+        self._defines = (f"CF_MUTANT={mutant}",) if mutant else ()
+        architecture = _architecture(target)
+        self.info = DeviceInfo(
+            name=f"emulated {target}",
+            capability=divmod(architecture, 10),
+            num_sms=num_sms,
+            shared_memory_per_block=_SHARED_MEMORY.get(architecture, _SHARED_MEMORY_ELSEWHERE),
+            l2_bytes=_L2_BYTES,
+        )
+
+    def array(self, x: NDArray) -> EmulatedArray:
+        """A copy of ``x`` on the device, C-contiguous."""
+        x = numpy.asarray(x)
+        result = self.empty(x.shape, x.dtype)
+        result._view[...] = x
+        return result
+
+    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> EmulatedArray:
+        """An array full of NaN (bytes 0xFF)."""
+        shape, dtype = tuple(shape), numpy.dtype(dtype)
+        count = int(numpy.prod(shape, dtype=numpy.int64))
+        memory = _GuardedMemory(
+            count * dtype.itemsize, f"{dtype}{list(shape)}", self.guard == "before"
+        )
+        return EmulatedArray(self, memory, memory.array().view(dtype).reshape(shape))
+
+    def run(self, launch: Launch) -> None:
+        """Runs a launch of the public pipeline.
+
+        Raises:
+            EmulationError: the kernel is at fault.
+        """
+        spec = launch.spec
+        self.last_report = run(
+            build(source.translation_unit(spec), self._defines),
+            launch.grid[0],
+            launch.params,
+            launch.maps,
+            shared_bytes=spec.shared_bytes,
+            schedule=self.schedule,
+            seed=self.seed,
+            race=self.race,
+            window=self.window,
+        )
+
+    def __repr__(self) -> str:
+        return f"emulate.device({self.target!r}, schedule={self.schedule!r}, seed={self.seed})"
+
+
+_indices: dict[tuple[Any, ...], int] = {}
+
+
+@functools.cache
+def device(
+    target: str,
+    schedule: str = "early",
+    *,
+    seed: int = 0,
+    race: bool | str = False,
+    num_sms: int = 4,
+    window: int = 1,
+    guard: str = "after",
+    mutant: int = 0,
+) -> EmulatedDevice:
+    """A device for tests, whose arrays the public functions accept.
+
+    Args:
+        target: "sm_80", "sm_90a", "sm_100f", ...: the kernels that it gets, and their rules.
+        schedule: one of ``SCHEDULES``.
+        seed: of the random schedules.
+        race: whether to look for races; "global" includes global memory.
+        num_sms: CTAs that a persistent kernel launches.
+        window: clusters that are resident together.
+        guard: "after" places arrays against the guard page above them, "before" against the one
+            below.
+        mutant: which barrier or wait to leave out of kernels (``ptx::kMutant``); 0 for none.
+
+    Returns:
+        The device; the same one for the same arguments.
+
+    Example:
+        >>> import numpy
+        >>> import cupyflash
+        >>> from cupyflash import emulate
+        >>> device = emulate.device("sm_80", "random", seed=3, race=True)
+        >>> q = device.array(numpy.ones((1, 64, 1, 64), numpy.float16))
+        >>> cupyflash.attention(q, q, q).shape
+        (1, 64, 1, 64)
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if guard not in ("after", "before"):
+        raise ValueError(f"guard: expected 'after' or 'before', got {guard!r}")
+    key = (target, schedule, seed, race, num_sms, window, guard, mutant)
+    index = _indices.setdefault(key, len(_indices))
+    return EmulatedDevice(*key, index)
