@@ -1,0 +1,175 @@
+// Online softmax over accumulator fragments (mma.sync and wgmma share the layout): a thread holds two
+// rows, g and g + 8 of its warp's 16, and a row lies in the four lanes of equal g.
+// Milakov and Gimelshein 2018 (arXiv 1805.02867); Dao et al. 2022 (arXiv 2205.14135).
+//
+// Note [The reference of a row]
+// Probabilities are exp2(s * scale - reference). Every term of a row uses the same reference, so that
+// its choice cancels in out = sum(p v) / sum(p): it only has to keep the terms in range. It starts as
+// round(max * scale) of the first keys seen and moves when it must:
+//   lazily   where the maximum is known, only once it has grown by more than kLazyGrowth: terms up
+//            to 2^8 are as exact as terms up to 1 in 16-bit floats, and most rescalings go away.
+//   freely   (kMaxFree; bfloat16 terms have float32's range) blocks without masked pairs do not look
+//            for the maximum at all: only the row sums are tested, and a block after which one has
+//            passed kSumLimit (or is inf, or NaN) is undone and repeated with its maximum.
+//
+// Note [Large references]
+// Where |max * scale| >= 2^23 the rounding of the reference itself grows to whole powers of two and
+// all terms could overflow or vanish together. Such blocks compute (s - max) * scale instead, exactly,
+// and keep the maximum itself: their reference is `origin`, the raw maximum, and never lazy.
+//
+// Note [Rows that see nothing]
+// Masked scores are -inf. A row without a visible key so far has max = -inf; its reference is then 0,
+// so that every p is exp2(-inf) = 0 and no inf - inf arises.
+#pragma once
+#include "ptx/ptx.cuh"
+
+namespace cf {
+
+inline constexpr float kLargeReference = 8388608.0f;     // 2^23: float32 steps of 1
+inline constexpr float kLazyGrowth = 8.0f;               // log2 units
+inline constexpr float kSumLimit = 1099511627776.0f;     // 2^40
+inline constexpr float kLn2 = 0.693147180559945309f;
+
+CF_DEVICE float row_reduce_max(float x) {
+  x = ptx::fmax(x, ptx::shfl_xor(x, 1));
+  return ptx::fmax(x, ptx::shfl_xor(x, 2));
+}
+CF_DEVICE float row_reduce_sum(float x) {
+  x += ptx::shfl_xor(x, 1);
+  return x + ptx::shfl_xor(x, 2);
+}
+
+template <bool kMaxFree>
+struct OnlineSoftmax {
+  // The maximum (raw scores) that the reference stands for; -inf: no key seen yet.
+  float row_max[2];
+  // This thread's share of the sum of terms, relative to the reference.
+  float row_sum[2];
+  const float scale_log2;  // softmax_scale * log2(e)
+  bool settled;            // every row of the warp has an ordinary reference (kMaxFree)
+
+  CF_DEVICE explicit OnlineSoftmax(float scale) : scale_log2(scale) { reset(); }
+  CF_DEVICE void reset() {
+    CF_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      row_max[r] = -ptx::kInfinity;
+      row_sum[r] = 0.0f;
+    }
+    settled = false;
+  }
+
+  // May a block be taken without its maximum? Uniform across the warp.
+  CF_DEVICE bool can_skip_max(bool partial) const { return kMaxFree && settled && !partial; }
+
+  CF_DEVICE float reference_of(float maximum) const {
+    return maximum == -ptx::kInfinity ? 0.0f : ptx::mul(maximum, scale_log2);
+  }
+
+  // The block's terms without looking for its maximum. False: undone, a sum left its range and the
+  // scores are spent; recompute them and call `update`.
+  template <int kCount>
+  CF_DEVICE bool update_freely(float (&s)[kCount]) {
+    const float before[2] = {row_sum[0], row_sum[1]};
+    const float reference[2] = {reference_of(row_max[0]), reference_of(row_max[1])};
+    exponentiate(s, scale_log2, reference);
+    const bool out_of_range = !(row_sum[0] < kSumLimit) || !(row_sum[1] < kSumLimit);
+    if (!ptx::vote_any(out_of_range)) return true;
+    row_sum[0] = before[0];
+    row_sum[1] = before[1];
+    return false;
+  }
+
+  // Replaces the scores of a block by terms. True: what was accumulated before must be multiplied by
+  // `correction` (uniform across the warp).
+  template <int kCount>
+  CF_DEVICE bool update(float (&s)[kCount], float (&correction)[2]) {
+    float previous[2], reference[2], growth[2];
+    bool large = false, grown = false;
+    CF_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      previous[r] = row_max[r];
+      // Two chains a row shorten the dependence.
+      float a = s[2 * r], b = s[2 * r + 1];
+      CF_UNROLL
+      for (int j = 1; j < kCount / 4; ++j) {
+        a = ptx::fmax(a, s[4 * j + 2 * r]);
+        b = ptx::fmax(b, s[4 * j + 2 * r + 1]);
+      }
+      row_max[r] = ptx::fmax(row_max[r], row_reduce_max(ptx::fmax(a, b)));
+      reference[r] = reference_of(row_max[r]);
+      // mul, not a contracted multiply-subtract: exactly 0 where the maximum stands.
+      growth[r] = ptx::mul(previous[r], scale_log2) - reference[r];
+      grown = grown || -growth[r] > kLazyGrowth;
+      large = large || !(ptx::fabs(reference[r]) < kLargeReference);
+    }
+    float scale = scale_log2;
+    bool rescale = ptx::vote_any(grown);
+    const bool any_large = ptx::vote_any(large);
+    if constexpr (kMaxFree) {
+      settled = !ptx::vote_any(large || row_max[0] == -ptx::kInfinity ||
+                               row_max[1] == -ptx::kInfinity);
+    }
+    if (any_large) {  // Note [Large references]
+      rescale = true;
+      scale = 1.0f;
+      CF_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const float origin = row_max[r] == -ptx::kInfinity ? 0.0f : row_max[r];
+        CF_UNROLL
+        for (int j = 0; j < kCount / 4; ++j) {
+          CF_UNROLL
+          for (int e = 0; e < 2; ++e) {
+            float& x = s[4 * j + 2 * r + e];
+            x = (x - origin) * scale_log2;
+          }
+        }
+        growth[r] = (previous[r] - origin) * scale_log2;
+        reference[r] = 0.0f;
+      }
+    } else if (!rescale) {
+      CF_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        row_max[r] = previous[r];
+        reference[r] = reference_of(previous[r]);
+      }
+    }
+    if (rescale) {
+      CF_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        correction[r] = ptx::ex2(growth[r]);
+        row_sum[r] *= correction[r];
+      }
+    }
+    exponentiate(s, scale, reference);
+    return rescale;
+  }
+
+  // After the last block: the factor of each row's output, and its log-sum-exp. A row without keys
+  // gives 0 and -inf.
+  CF_DEVICE void finish(float softmax_scale, float (&factor)[2], float (&lse)[2]) {
+    CF_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      row_sum[r] = row_reduce_sum(row_sum[r]);
+      const bool empty = row_sum[r] == 0.0f;  // NaN is not empty
+      factor[r] = empty ? 0.0f : 1.0f / row_sum[r];
+      lse[r] = empty ? -ptx::kInfinity
+                     : ptx::fma(row_max[r], softmax_scale, ptx::lg2(row_sum[r]) * kLn2);
+    }
+  }
+
+ private:
+  template <int kCount>
+  CF_DEVICE void exponentiate(float (&s)[kCount], float scale, const float (&reference)[2]) {
+    CF_UNROLL
+    for (int j = 0; j < kCount / 4; ++j) {
+      CF_UNROLL
+      for (int e = 0; e < 4; ++e) {
+        const float p = ptx::ex2(ptx::fma(s[4 * j + e], scale, -reference[e >> 1]));
+        s[4 * j + e] = p;
+        row_sum[e >> 1] += p;
+      }
+    }
+  }
+};
+
+}  // namespace cf
