@@ -1,0 +1,478 @@
+// Attention forward for sm_80 and everything after it: cp.async, ldmatrix, mma.sync.
+//
+// FlashAttention-2 (Dao 2023, arXiv 2307.08691) over the online softmax of FlashAttention (Dao et al.
+// 2022, arXiv 2205.14135; Milakov and Gimelshein 2018, arXiv 1805.02867): one CTA per tile of
+// kBlockM queries of one head, rows split over the warps so that no warp ever needs another's
+// scores, keys and values streamed through shared memory from right to left, one division at the end.
+// docs/kernels/sm80_forward.md says why each choice is what it is.
+//
+// Warps: kWarps, all alike: every thread copies, multiplies and exponentiates. A warp owns
+// kBlockM / kWarps = 16 or 32 rows; with 32 (two m16 fragments) each operand that comes out of shared
+// memory feeds two products, which halves the traffic that bounds this kernel.
+//
+// Registers of a thread (float32 or packed pairs), d128, 32 rows a warp, 64 keys:
+//   out 128, scores 64 (their upper half dies as they are packed into probabilities), row statistics
+//   8, one operand step 8 + 4; the rest addresses. 255, no spill.
+//
+// Shared memory (bytes, kStages = S):
+//   0                 queries, later the output    kBlockM * max(d_qk, d_v) * 2
+//   kKeys             ring of S key tiles          kBlockN * d_qk * 2 each
+//   kValues           ring of S value tiles        kBlockN * d_v * 2 each
+//
+// Pipeline. Copies are committed in one order, one group per tile of keys or values:
+//   group 0 = {Q, K_0}, 1 = V_0, ..., 2 i = K_i, 2 i + 1 = V_i
+// The first 2 S groups are issued at once; then every slot is refilled as soon as all warps have read
+// it, with an empty group past the last block to keep the count, so that each wait of the loop
+// leaves the 2 S - 2 newest groups in flight:
+//   wait K_0, barrier
+//   loop: S = Q K_i^T, mask | wait V_i, barrier | issue K_(i+S) | softmax, O += P V_i
+//         wait K_(i+1), barrier | issue V_(i+S)
+// The first barrier of the loop publishes V_i and says that all warps are done with K_i, whose slot
+// K_(i+S) takes; the second does the same for K_(i+1) and V_i. With S = 1 this is FlashAttention-2's
+// schedule: values travel under the score product, the next keys under the softmax and the second product.
+//
+// Note [Opaque values]
+// The loop has no register to spare, and the compiler would spend one on every loop invariant that it
+// can name. What is needed rarely (the mask's bounds, the tile's coordinates for the epilogue) is
+// recomputed from a value that went through a warp shuffle, which it can neither hoist nor reuse.
+#pragma once
+#include "attn/blocks.cuh"
+#include "attn/mask.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/softmax.cuh"
+#include "params.cuh"
+#include "ptx/ptx.cuh"
+#include "tile/layout.cuh"
+
+namespace cf::sm80 {
+
+// Barriers and waits that a mutant build leaves out, one each; every one must make a test fail.
+inline constexpr int kForwardMutants = 7;
+enum ForwardMutant {
+  kNoFirstWait = 1,
+  kNoFirstBarrier,
+  kNoValueWait,
+  kNoValueBarrier,
+  kNoKeyWait,
+  kNoKeyBarrier,
+  kNoOutSync,
+};
+template <ForwardMutant kId>
+inline constexpr bool kKept = ptx::kMutant != kId;
+
+template <class Config>
+struct ForwardLayout {
+  static constexpr int kThreads = 32 * Config::kWarps;
+  static constexpr int kWarpRows = Config::kBlockM / Config::kWarps;
+  static constexpr int kFragments = kWarpRows / 16;  // m16 fragments of a warp
+  static_assert(kWarpRows * Config::kWarps == Config::kBlockM && kFragments * 16 == kWarpRows,
+                "a warp owns a multiple of 16 rows");
+  static_assert(kFragments == 1 || kFragments == 2, "more would not fit into registers");
+  static_assert(Config::kBlockN % 16 == 0, "the second product takes keys in steps of 16");
+
+  using QkTile = Tile<Config::kHeadDimQk>;  // queries and keys
+  using VTile = Tile<Config::kHeadDimV>;    // values and the output
+
+  static constexpr int kQueryBytes = QkTile::bytes(Config::kBlockM);
+  static constexpr int kOutBytes = VTile::bytes(Config::kBlockM);
+  static constexpr int kKeyBytes = QkTile::bytes(Config::kBlockN);
+  static constexpr int kValueBytes = VTile::bytes(Config::kBlockN);
+
+  static constexpr int kQuery = 0;
+  static constexpr int kOut = 0;
+  static constexpr int kKeys = kQueryBytes > kOutBytes ? kQueryBytes : kOutBytes;
+  static constexpr int kValues = kKeys + Config::kStages * kKeyBytes;
+  static constexpr int kBytes = kValues + Config::kStages * kValueBytes;
+};
+
+// One thread's part in copying [kRows, kColumns] tiles of a matrix [num_rows, num_columns] in global
+// memory (one batch and head of a tensor) into swizzled tiles of shared memory: 16-byte granules, a
+// row of a chunk by neighbouring threads, the same granule of every kPassRows-th row by one thread.
+template <class Tile, int kRows, int kThreads, class Element>
+struct TileCopy {
+  static constexpr int kGranules = Tile::kSpan / 16;  // in a row of a chunk
+  static constexpr int kPassRows = kThreads / kGranules;
+  static constexpr int kPasses = kRows / kPassRows;
+  static_assert(kPasses * kPassRows == kRows, "whole passes of the CTA over the tile");
+  static_assert(kPassRows % 8 == 0, "a thread's swizzle phase is the same in all passes");
+
+  const Element* mapped;  // what copies that read nothing point at
+  const Element* src;     // the thread's granule of the tile that `refill` takes next
+  int64_t stride;         // elements from row to row; rows are 16-byte aligned
+  int num_rows;           // at least 1
+  int num_columns;        // a multiple of 8
+
+  // The matrix of one batch and head, `offset` elements into a tensor.
+  CF_DEVICE TileCopy(const void* tensor, int64_t offset, int64_t stride, int num_rows,
+                     int num_columns)
+      : mapped(static_cast<const Element*>(tensor)),
+        src(mapped + offset + row() * stride + column()),
+        stride(stride),
+        num_rows(num_rows),
+        num_columns(num_columns) {}
+
+  CF_DEVICE static int row() { return ptx::tid() / kGranules; }
+  CF_DEVICE static int column() { return ptx::tid() % kGranules * 8; }
+
+  // Issues the copies of rows [row_begin, row_begin + kRows). Rows and columns that the matrix does not
+  // have become zeros (values must: 0 * NaN is NaN).
+  CF_DEVICE void fill(saddr tile, int row_begin) const {
+    const saddr dst = tile + Tile::granule_offset(kRows, row(), column() / 8);
+    const Element* from = src + row_begin * stride;
+    CF_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const bool row_inside = row_begin + row() + pass * kPassRows < num_rows;
+      CF_UNROLL
+      for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
+        const bool inside = row_inside && column() + chunk * Tile::kChunk < num_columns;
+        ptx::cp_async_16(dst + offset_of(pass, chunk),
+                         inside ? from + chunk * Tile::kChunk : mapped, inside ? 16 : 0);
+      }
+      from += kPassRows * stride;
+    }
+  }
+
+  // Moves `rows` down the matrix (it starts in the first row). A pointer that the loop carries costs
+  // fewer registers than the parts from which the compiler would add it up.
+  CF_DEVICE void advance(int rows) { src += rows * stride; }
+
+  // Issues the copies of kRows rows that all exist into a tile that `fill` has used before: columns
+  // that the matrix does not have are zero already.
+  CF_DEVICE void refill(saddr tile) const {
+    const saddr dst = tile + Tile::granule_offset(kRows, row(), column() / 8);
+    const Element* from = src;
+    CF_UNROLL
+    for (int pass = 0; pass < kPasses; ++pass) {
+      CF_UNROLL
+      for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
+        if (column() + chunk * Tile::kChunk < num_columns) {
+          ptx::cp_async_16(dst + offset_of(pass, chunk), from + chunk * Tile::kChunk, 16);
+        }
+      }
+      from += kPassRows * stride;
+    }
+  }
+
+ private:
+  CF_DEVICE static constexpr uint32_t offset_of(int pass, int chunk) {
+    return static_cast<uint32_t>(pass * kPassRows * Tile::kSpan + chunk * Tile::chunk_bytes(kRows));
+  }
+};
+
+// A matrix operand in shared memory as ldmatrix reads it: the address that this lane gives for the
+// first 16 columns; other columns and rows are constant steps away. Rows step by 16, so that the
+// swizzle's phase is the lane's own.
+template <class Tile, int kRows>
+struct Operand {
+  saddr lane_address;
+
+  CF_DEVICE Operand(saddr tile, int row, int granule)
+      : lane_address(tile + Tile::granule_offset(kRows, row, granule)) {}
+
+  // Columns [16 step, 16 step + 16), rows 16 row_block further down.
+  CF_DEVICE saddr at(int row_block, int step) const {
+    constexpr int kChunkSteps = Tile::kChunk / 16;
+    const uint32_t swizzled = lane_address ^ static_cast<uint32_t>(step % kChunkSteps * 32);
+    return swizzled + static_cast<uint32_t>(step / kChunkSteps * Tile::chunk_bytes(kRows) +
+                                            row_block * 16 * Tile::kSpan);
+  }
+};
+
+// Everything that a tile's functions share; all members are compile-time names.
+template <class Config>
+struct Forward {
+  using Layout = ForwardLayout<Config>;
+  using Element = typename Config::Element;
+  using Mask = typename Config::Mask;
+  using QkTile = typename Layout::QkTile;
+  using VTile = typename Layout::VTile;
+  static constexpr int kFragments = Layout::kFragments;
+  static constexpr int kQkSteps = Config::kHeadDimQk / 16;
+  static constexpr int kKeySteps = Config::kBlockN / 16;
+  static constexpr int kVSteps = Config::kHeadDimV / 16;
+  static constexpr bool kQueryInRegisters = Config::kQueryInRegisters != 0;
+  // Unrolled, the score product would be scheduled with so many operands in flight that long-lived
+  // addresses spill where the accumulators leave less than a quarter of the registers.
+  static constexpr int kAccumulators = kFragments * (Config::kBlockN + Config::kHeadDimV) / 2;
+  static constexpr bool kRollSteps = kAccumulators >= 192 && kQkSteps > 4 && !kQueryInRegisters;
+  using Softmax = OnlineSoftmax<false>;
+
+  // Accumulators: element 4 j + e of fragment f is row 16 f + g + 8 (e / 2) of the warp's rows and
+  // column 8 j + 2 q + e % 2, with g = lane / 4 and q = lane % 4.
+  using Scores = float[kFragments][Config::kBlockN / 2];
+  using Out = float[kFragments][Config::kHeadDimV / 2];
+  // Probabilities as A operands: element i of step k (16 keys) is pair 4 k + i of the accumulators.
+  using Probabilities = uint32_t[kFragments][Config::kBlockN / 4];
+  // A operands of all steps of the score product (kQueryInRegisters), else of none.
+  using Query = uint32_t[kQueryInRegisters ? kQkSteps : 1][kFragments][4];
+
+  CF_DEVICE static Operand<QkTile, Config::kBlockM> query_operand(saddr smem) {
+    const int row = ptx::warp() * Layout::kWarpRows + (ptx::lane() & 15);
+    return {smem + Layout::kQuery, row, ptx::lane() >> 4};
+  }
+  // Two n8 fragments of keys: {keys 0-7, 8-15} x {columns 0-7, 8-15}.
+  CF_DEVICE static Operand<QkTile, Config::kBlockN> key_operand(saddr keys) {
+    return {keys, (ptx::lane() & 7) + (ptx::lane() >> 4) * 8, (ptx::lane() >> 3) & 1};
+  }
+  // Transposed on the way: {keys 0-7, 8-15} x {columns 0-7, 8-15}.
+  CF_DEVICE static Operand<VTile, Config::kBlockN> value_operand(saddr values) {
+    return {values, ptx::lane() & 15, ptx::lane() >> 4};
+  }
+
+  CF_DEVICE static void load_query_step(uint32_t (&a)[kFragments][4], saddr smem, int step) {
+    const auto operand = query_operand(smem);
+    CF_UNROLL
+    for (int f = 0; f < kFragments; ++f) ptx::ldmatrix_x4(a[f], operand.at(f, step));
+  }
+
+  // scores += Q K^T over 16 columns.
+  CF_DEVICE static void multiply_query_keys_step(Scores& scores, const Query& query, saddr smem,
+                                                 const Operand<QkTile, Config::kBlockN>& keys,
+                                                 int step) {
+    uint32_t a[kFragments][4];
+    if constexpr (kQueryInRegisters) {
+      CF_UNROLL
+      for (int f = 0; f < kFragments; ++f) {
+        CF_UNROLL
+        for (int i = 0; i < 4; ++i) a[f][i] = query[step][f][i];
+      }
+    } else {
+      load_query_step(a, smem, step);
+    }
+    CF_UNROLL
+    for (int n = 0; n < kKeySteps; ++n) {
+      uint32_t b[4];
+      ptx::ldmatrix_x4(b, keys.at(n, step));
+      CF_UNROLL
+      for (int f = 0; f < kFragments; ++f) {
+        ptx::mma_m16n8k16<Element>(&scores[f][8 * n], a[f], b[0], b[1]);
+        ptx::mma_m16n8k16<Element>(&scores[f][8 * n + 4], a[f], b[2], b[3]);
+      }
+    }
+  }
+
+  // scores = Q K^T, K in shared memory [kBlockN, kHeadDimQk].
+  CF_DEVICE static void multiply_query_keys(Scores& scores, const Query& query, saddr smem,
+                                            saddr keys) {
+    const auto operand = key_operand(keys);
+    CF_UNROLL
+    for (int f = 0; f < kFragments; ++f) {
+      CF_UNROLL
+      for (int i = 0; i < Config::kBlockN / 2; ++i) scores[f][i] = 0.0f;
+    }
+    if constexpr (kRollSteps) {
+      CF_NO_UNROLL
+      for (int step = 0; step < kQkSteps; ++step) {
+        multiply_query_keys_step(scores, query, smem, operand, step);
+      }
+    } else {
+      CF_UNROLL
+      for (int step = 0; step < kQkSteps; ++step) {
+        multiply_query_keys_step(scores, query, smem, operand, step);
+      }
+    }
+  }
+
+  // A score fragment's accumulators are, packed in pairs, the A operand of the same 16 keys.
+  CF_DEVICE static void pack_probabilities(uint32_t (&packed)[Config::kBlockN / 4],
+                                           const float (&fragment)[Config::kBlockN / 2]) {
+    CF_UNROLL
+    for (int i = 0; i < Config::kBlockN / 4; ++i) {
+      packed[i] = ptx::pack2<Element>(fragment[2 * i], fragment[2 * i + 1]);
+    }
+  }
+
+  // out += P V, V in shared memory [kBlockN, kHeadDimV].
+  CF_DEVICE static void multiply_probabilities_values(Out& out, const Probabilities& p,
+                                                      saddr values) {
+    const auto operand = value_operand(values);
+    CF_UNROLL
+    for (int step = 0; step < kKeySteps; ++step) {
+      uint32_t a[kFragments][4];
+      CF_UNROLL
+      for (int f = 0; f < kFragments; ++f) {
+        CF_UNROLL
+        for (int i = 0; i < 4; ++i) a[f][i] = p[f][4 * step + i];
+      }
+      CF_UNROLL
+      for (int n = 0; n < kVSteps; ++n) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4_trans(b, operand.at(step, n));
+        CF_UNROLL
+        for (int f = 0; f < kFragments; ++f) {
+          ptx::mma_m16n8k16<Element>(&out[f][8 * n], a[f], b[0], b[1]);
+          ptx::mma_m16n8k16<Element>(&out[f][8 * n + 4], a[f], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  CF_DEVICE static void scale_rows(float (&fragment)[Config::kHeadDimV / 2],
+                                   const float (&factor)[2]) {
+    CF_UNROLL
+    for (int i = 0; i < Config::kHeadDimV / 2; ++i) fragment[i] *= factor[(i & 3) >> 1];
+  }
+
+  // Writes the warp's rows of the output through its own part of shared memory, so that global
+  // stores are 16 bytes wide; and their log-sum-exps. The loop's last barrier came after the last
+  // read of the queries, whose place the output takes.
+  CF_DEVICE static void write_output(const ForwardParams& params, const WorkTile& work,
+                                     Softmax (&softmax)[2], Out& out) {
+    const int g = ptx::lane() >> 2, q = ptx::lane() & 3;
+    const int warp_row = ptx::warp() * Layout::kWarpRows;
+    const int query_begin = work.m_block * Config::kBlockM;
+    const saddr out_smem = ptx::smem_base() + Layout::kOut;
+
+    float* lse_gmem = params.lse;  // [batch, heads_q, seqlen_q]
+    if (lse_gmem != nullptr) {
+      lse_gmem += work.batch * params.lse_stride_batch + work.head_q * params.lse_stride_head;
+    }
+    CF_UNROLL
+    for (int f = 0; f < kFragments; ++f) {
+      float factor[2], lse[2];
+      softmax[f].finish(params.softmax_scale, factor, lse);
+      scale_rows(out[f], factor);
+      CF_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const int row = warp_row + 16 * f + g + 8 * r;
+        CF_UNROLL
+        for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
+          const float* pair = &out[f][4 * j + 2 * r];
+          ptx::sts32(out_smem + VTile::granule_offset(Config::kBlockM, row, j) +
+                         static_cast<uint32_t>(4 * q),
+                     ptx::pack2<Element>(pair[0], pair[1]));
+        }
+        if (lse_gmem != nullptr && q == 0 && query_begin + row < params.seqlen_q) {
+          ptx::stg_f32(lse_gmem + query_begin + row, lse[r]);
+        }
+      }
+    }
+    if constexpr (kKept<kNoOutSync>) ptx::warp_sync();
+
+    Element* out_gmem = static_cast<Element*>(params.out) + work.batch * params.out_stride_batch +
+                        work.head_q * params.out_stride_head;  // [seqlen_q, head_dim_v]
+    constexpr int kGranules = Config::kHeadDimV / 8;  // of 16 bytes, in a row
+    CF_UNROLL
+    for (int i = 0; i < Layout::kWarpRows * kGranules / 32; ++i) {
+      const int item = i * 32 + ptx::lane();
+      const int row = warp_row + item / kGranules, granule = item % kGranules;
+      const int64_t query = query_begin + row;
+      if (query < params.seqlen_q && granule * 8 < params.head_dim_v) {
+        ptx::stg128(
+            out_gmem + query * params.out_stride_seqlen + granule * 8,
+            ptx::lds128(out_smem + VTile::granule_offset(Config::kBlockM, row, granule)));
+      }
+    }
+  }
+
+  // One tile of queries: see the pipeline at the top of this file.
+  CF_DEVICE static void run_tile(const ForwardParams& params, int tile_idx) {
+    const WorkTile work = decode_tile<Mask>(params, tile_idx);
+    constexpr int kStages = Config::kStages;
+    constexpr int kInFlight = 2 * kStages - 2;  // groups that the loop's waits leave pending
+    const saddr smem = ptx::smem_base();
+    const int query_begin = work.m_block * Config::kBlockM;
+    const KvBlocks<Mask, Config::kBlockN> blocks(params, query_begin, Config::kBlockM);
+    const int num_blocks = blocks.count;
+
+    const TileCopy<QkTile, Config::kBlockM, Layout::kThreads, Element> query_copy(
+        params.q, work.batch * params.q_stride_batch + work.head_q * params.q_stride_head,
+        params.q_stride_seqlen, params.seqlen_q, params.head_dim_qk);
+    TileCopy<QkTile, Config::kBlockN, Layout::kThreads, Element> key_copy(
+        params.k, work.batch * params.k_stride_batch + work.head_kv * params.k_stride_head,
+        params.k_stride_seqlen, params.seqlen_kv, params.head_dim_qk);
+    TileCopy<VTile, Config::kBlockN, Layout::kThreads, Element> value_copy(
+        params.v, work.batch * params.v_stride_batch + work.head_kv * params.v_stride_head,
+        params.v_stride_seqlen, params.seqlen_kv, params.head_dim_v);
+    const auto keys = [smem](int slot) {
+      return smem + static_cast<uint32_t>(Layout::kKeys + slot * Layout::kKeyBytes);
+    };
+    const auto values = [smem](int slot) {
+      return smem + static_cast<uint32_t>(Layout::kValues + slot * Layout::kValueBytes);
+    };
+
+    Out out;
+    CF_UNROLL
+    for (int f = 0; f < kFragments; ++f) {
+      CF_UNROLL
+      for (int i = 0; i < Config::kHeadDimV / 2; ++i) out[f][i] = 0.0f;
+    }
+    Softmax softmax[2] = {Softmax(params.softmax_scale_log2),
+                          Softmax(params.softmax_scale_log2)};  // of each fragment
+    Query query;
+
+    if (num_blocks > 0) {
+      query_copy.fill(smem + Layout::kQuery, query_begin);
+      CF_UNROLL
+      for (int i = 0; i < kStages; ++i) {
+        if (i < num_blocks) key_copy.fill(keys(i), blocks.at(i).start);
+        ptx::cp_async_commit();
+        if (i < num_blocks) value_copy.fill(values(i), blocks.at(i).start);
+        ptx::cp_async_commit();
+      }
+      key_copy.advance(blocks.at(kStages - 1).start);
+      value_copy.advance(blocks.at(kStages - 1).start);
+      if constexpr (kKept<kNoFirstWait>) ptx::cp_async_wait<2 * kStages - 1>();
+      if constexpr (kKept<kNoFirstBarrier>) ptx::cta_sync();
+      if constexpr (kQueryInRegisters) {
+        CF_UNROLL
+        for (int step = 0; step < kQkSteps; ++step) load_query_step(query[step], smem, step);
+      }
+    }
+    int slot = 0;
+    CF_NO_UNROLL
+    for (int i = 0; i < num_blocks;) {
+      const KvBlock block = blocks.at(i);
+      Scores scores;
+      multiply_query_keys(scores, query, smem, keys(slot));
+      if (block.partial) {
+        // The shuffle keeps the rows' bounds out of the loop's registers, see Note [Opaque values].
+        const int warp_row =
+            ptx::warp_uniform(query_begin) + ptx::warp() * Layout::kWarpRows + (ptx::lane() >> 2);
+        CF_UNROLL
+        for (int f = 0; f < kFragments; ++f) {
+          mask_fragment<Mask>(params, scores[f], {warp_row + 16 * f, warp_row + 16 * f + 8},
+                              block.start);
+        }
+      }
+
+      if constexpr (kKept<kNoValueWait>) ptx::cp_async_wait<kInFlight>();
+      if constexpr (kKept<kNoValueBarrier>) ptx::cta_sync();
+      if (i + kStages < num_blocks) {
+        key_copy.advance(blocks.at(i + kStages).start - blocks.at(i + kStages - 1).start);
+        key_copy.refill(keys(slot));
+      }
+      ptx::cp_async_commit();
+      Probabilities p;
+      CF_UNROLL
+      for (int f = 0; f < kFragments; ++f) {
+        float correction[2];
+        if (softmax[f].update(scores[f], correction)) scale_rows(out[f], correction);
+        pack_probabilities(p[f], scores[f]);
+      }
+      multiply_probabilities_values(out, p, values(slot));
+
+      if (++i == num_blocks) break;
+      if constexpr (kKept<kNoKeyWait>) ptx::cp_async_wait<kInFlight>();
+      if constexpr (kKept<kNoKeyBarrier>) ptx::cta_sync();
+      if (i + kStages - 1 < num_blocks) {
+        value_copy.advance(blocks.at(i + kStages - 1).start - blocks.at(i + kStages - 2).start);
+        value_copy.refill(values(slot));
+      }
+      ptx::cp_async_commit();
+      slot = slot == kStages - 1 ? 0 : slot + 1;
+    }
+    // Decoded again rather than kept: Note [Opaque values].
+    write_output(params, decode_tile<Mask>(params, ptx::warp_uniform(tile_idx)), softmax, out);
+  }
+};
+
+// The body of the kernel. One tile a CTA: nothing would overlap between the tiles of a persistent
+// CTA without a producer warp, and the hardware deals CTAs out as places become free.
+template <class Config>
+CF_DEVICE void forward(const ForwardParams& params) {
+  static_assert(is_same<typename Config::Scheduler, SingleTile>);
+  if (ptx::cta_idx() < params.num_tiles) Forward<Config>::run_tile(params, ptx::cta_idx());
+}
+
+}  // namespace cf::sm80

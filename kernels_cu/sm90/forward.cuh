@@ -1,0 +1,661 @@
+// Forward attention for Hopper (sm_90a): out = softmax(q k^T * scale + mask) v, and the log-sum-exp.
+//
+// Algorithm: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): TMA loads by a producer warp,
+// wgmma with the probabilities as register operand, softmax of one warpgroup under the products of
+// the others (ping-pong) and of its own next block (overlap). Written from the paper and the PTX ISA;
+// what this chip does is measured in docs/kernels/sm90_forward.md.
+//
+// Roles (registers per thread after setmaxnreg, with 2 or 3 consumer warpgroups):
+//   warpgroup 0      producer: one thread of warp 0 issues every TMA load      24 or 32
+//                    warp 1 writes the tiles in which no query sees a key
+//   warpgroup 1...   consumers: 64 query rows each                             240 or 160
+//
+// Shared memory, in order (ForwardLayout; 128-byte swizzled tiles, 64-byte at head_dim 96):
+//   Q    [q stages][consumer warpgroups][64][head_dim_qk]   also the output tile unless kOutBuffer
+//   K    [stages][kBlockN][head_dim_qk]
+//   V    [stages][kBlockN][head_dim_v]
+//   out  [consumer warpgroups][64][head_dim_v]              only with kOutBuffer
+//   barriers
+//
+// Pipeline of a consumer warpgroup over its stream of key blocks j (right to left, tile after tile):
+//   issue S = Q K_j;  issue O += P V_{j-1};  wait S;  softmax(S);  wait O;  P = S;  rescale O
+// With kOutBuffer the stream runs on across tiles: the first block of a tile is scored while the last
+// product of the previous tile runs, whose output is then written under the next block's products.
+// Without it (large heads) the pipeline drains at every tile's end, since the output tile reuses Q.
+//
+// With kCluster = 2 the CTAs of a pair work on neighbouring query blocks and each loads half of every
+// K and V block into both (TMA multicast), which halves the L2 reads.
+#pragma once
+#include "attn/blocks.cuh"
+#include "attn/scheduler.cuh"
+#include "attn/softmax.cuh"
+#include "params.cuh"
+#include "ptx/ptx.cuh"
+#include "tile/layout.cuh"
+#include "tile/pipeline.cuh"
+
+namespace cf::sm90 {
+
+inline constexpr int kWarpgroupThreads = 128;
+inline constexpr int kWarpgroupRows = 64;
+inline constexpr int kWarpsPerWarpgroup = 4;
+
+// Named barriers (0 is the CTA's). Turn of warpgroup w: its own 128 threads and those that pass it.
+inline constexpr int kTurnBarrier = 1;      // + w
+inline constexpr int kEpilogueBarrier = 4;  // + w: the 128 threads of consumer warpgroup w
+
+// One synchronisation taken out each: every one of them must be caught by the emulator.
+inline constexpr int kForwardMutants = 13;
+enum ForwardMutant {
+  kNoKEmptyWait = 1,
+  kNoVEmptyWait,
+  kNoQEmptyWait,
+  kNoQFullWait,
+  kNoKFullWait,
+  kNoVFullWait,
+  kNoProductWait,
+  kEarlyKRelease,
+  kEarlyVRelease,
+  kNoProxyFence,
+  kNoEpilogueBarrier,
+  kNoStoreReadWait,
+  kNoTurnPass,
+};
+template <ForwardMutant kId>
+inline constexpr bool kKept = ptx::kMutant != kId;
+
+template <class Config>
+struct ForwardLayout {
+  using QkTile = Tile<Config::kHeadDimQk>;
+  using VTile = Tile<Config::kHeadDimV>;
+  static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
+  static constexpr int kCluster = Config::kCluster;
+  static constexpr int kThreads = (1 + kWarpgroups) * kWarpgroupThreads;
+  static_assert(Config::kBlockM == kWarpgroups * kWarpgroupRows);
+  static_assert(Config::kBlockN % 16 == 0 && Config::kBlockN <= 256);
+  static_assert(kCluster == 1 || kCluster == 2);
+
+  // Bytes of one warpgroup's query and output tile, and of one stage of keys and values.
+  static constexpr int kQBytes = QkTile::bytes(kWarpgroupRows);
+  static constexpr int kOutBytes = VTile::bytes(kWarpgroupRows);
+  static constexpr int kKBytes = QkTile::bytes(Config::kBlockN);
+  static constexpr int kVBytes = VTile::bytes(Config::kBlockN);
+  static_assert(kQBytes % 1024 == 0 && kKBytes % 1024 == 0 && kVBytes % 1024 == 0);
+  static_assert(Config::kOutBuffer || (kOutBytes <= kQBytes && Config::kQStages == 1));
+
+  static constexpr int kQ = 0;
+  static constexpr int kK = kQ + Config::kQStages * kWarpgroups * kQBytes;
+  static constexpr int kV = kK + Config::kStages * kKBytes;
+  static constexpr int kVEnd = kV + Config::kStages * kVBytes;
+  static constexpr int kOut = Config::kOutBuffer ? kVEnd : kQ;
+  static constexpr int kOutStride = Config::kOutBuffer ? kOutBytes : kQBytes;
+  static constexpr int kBarriers = Config::kOutBuffer ? kVEnd + kWarpgroups * kOutBytes : kVEnd;
+
+  // mbarriers. Full: one arrival, of the producer, with the bytes of the load. Empty: every consumer
+  // warp that has done with the buffer, K and V also those of the other CTA of a cluster, which
+  // writes into it; V and an output tile in place of Q are released by one thread a warpgroup.
+  static constexpr int kQFull = kBarriers;  // [q stage][warpgroup] query tile loaded
+  static constexpr int kQEmpty = kQFull + 8 * Config::kQStages * kWarpgroups;
+  static constexpr int kKFull = kQEmpty + 8 * Config::kQStages * kWarpgroups;  // [stage]
+  static constexpr int kKEmpty = kKFull + 8 * Config::kStages;
+  static constexpr int kVFull = kKEmpty + 8 * Config::kStages;
+  static constexpr int kVEmpty = kVFull + 8 * Config::kStages;
+  static constexpr int kBytes = kVEmpty + 8 * Config::kStages;
+  static_assert(kBytes <= 232448, "Hopper has 227 KB of shared memory a CTA");
+
+  static constexpr int kQEmptyArrivals = Config::kOutBuffer ? kWarpsPerWarpgroup : 1;
+  static constexpr int kKEmptyArrivals = kCluster * kWarpgroups * kWarpsPerWarpgroup;
+  static constexpr int kVEmptyArrivals = kCluster * kWarpgroups;
+};
+
+template <class Config>
+CF_DEVICE void initialize_barriers(saddr smem) {
+  using Layout = ForwardLayout<Config>;
+  for (int i = 0; i < Config::kQStages * Layout::kWarpgroups; ++i) {
+    ptx::mbarrier_init(barrier_at(smem + Layout::kQFull, i), 1);
+    ptx::mbarrier_init(barrier_at(smem + Layout::kQEmpty, i), Layout::kQEmptyArrivals);
+  }
+  for (int i = 0; i < Config::kStages; ++i) {
+    ptx::mbarrier_init(barrier_at(smem + Layout::kKFull, i), 1);
+    ptx::mbarrier_init(barrier_at(smem + Layout::kKEmpty, i), Layout::kKEmptyArrivals);
+    ptx::mbarrier_init(barrier_at(smem + Layout::kVFull, i), 1);
+    ptx::mbarrier_init(barrier_at(smem + Layout::kVEmpty, i), Layout::kVEmptyArrivals);
+  }
+  ptx::fence_mbarrier_init();
+}
+
+// Where a CTA is in its stream of tiles. Producer and consumers walk the same stream.
+template <class Config>
+struct TileCursor {
+  using Blocks = KvBlocks<typename Config::Mask, Config::kBlockN>;
+  static constexpr int kSlotRows = Config::kCluster * Config::kBlockM;
+
+  typename Config::Scheduler scheduler;
+
+  CF_DEVICE static int slot() { return ptx::cta_idx() / Config::kCluster; }
+  CF_DEVICE static int slots() { return ptx::num_ctas() / Config::kCluster; }
+  CF_DEVICE static int cta_rank() {  // in the cluster
+    return Config::kCluster == 1 ? 0 : ptx::cta_idx() % Config::kCluster;
+  }
+  CF_DEVICE bool valid(const ForwardParams& params) const {
+    return scheduler.valid(params, slot(), slots());
+  }
+  CF_DEVICE void next() { scheduler.next(); }
+  CF_DEVICE WorkTile work(const ForwardParams& params) const {
+    return decode_tile<typename Config::Mask>(params, scheduler.tile(slot(), slots()));
+  }
+  // First query of this CTA's part of a tile.
+  CF_DEVICE static int query_begin(const WorkTile& work) {
+    return work.m_block * kSlotRows + cta_rank() * Config::kBlockM;
+  }
+  CF_DEVICE static Blocks blocks(const ForwardParams& params, const WorkTile& work) {
+    return Blocks(params, work.m_block * kSlotRows, kSlotRows, query_begin(work), Config::kBlockM);
+  }
+};
+
+// --- producer -----------------------------------------------------------------------------------
+
+// One warp: keeps the rings of K and V full, and each warpgroup's Q ahead of it. Values follow one
+// block behind the keys, the order in which the consumers need them, also across tiles.
+template <class Config>
+struct Producer {
+  using Layout = ForwardLayout<Config>;
+  using QkTile = typename Layout::QkTile;
+  using VTile = typename Layout::VTile;
+
+  // A block of keys or values to load.
+  struct Source {
+    int kv_start, head_kv, batch;
+  };
+
+  const ForwardParams& params;
+  const saddr smem;
+  const bool elected;  // the whole warp walks the stream (its state is uniform), one thread issues
+  RingPlace<Config::kStages> k_place, v_place;
+  RingPlace<Config::kQStages> q_place;
+
+  // Fills one stage of a K or V ring, this CTA's share of it where a cluster shares the work.
+  template <class Tile>
+  CF_DEVICE void load_block(saddr stage, const CUtensorMap* map, saddr full, const Source& source) {
+    const int cta_rank = TileCursor<Config>::cta_rank();
+    constexpr int kRows = Config::kBlockN / Config::kCluster;
+    if (!elected) return;
+    ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(Tile::bytes(Config::kBlockN)));
+    CF_UNROLL
+    for (int c = 0; c < Tile::kChunks; ++c) {
+      const saddr dst = stage + c * Tile::chunk_bytes(Config::kBlockN) +
+                        cta_rank * Tile::chunk_bytes(kRows);
+      const int row = source.kv_start + cta_rank * kRows;
+      if constexpr (Config::kCluster == 1) {
+        ptx::tma_load_4d(dst, map, full, c * Tile::kChunk, row, source.head_kv, source.batch,
+                         ptx::kEvictLast);
+      } else {
+        ptx::tma_load_4d_multicast(dst, map, full, c * Tile::kChunk, row, source.head_kv,
+                                   source.batch, (1 << Config::kCluster) - 1, ptx::kEvictLast);
+      }
+    }
+  }
+  CF_DEVICE void load_k(const Source& source) {
+    if constexpr (kKept<kNoKEmptyWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kKEmpty, k_place.stage), k_place.phase ^ 1);
+    }
+    load_block<QkTile>(smem + Layout::kK + k_place.stage * Layout::kKBytes, &params.k_map,
+                       barrier_at(smem + Layout::kKFull, k_place.stage), source);
+    k_place.advance();
+  }
+  CF_DEVICE void load_v(const Source& source) {
+    if constexpr (kKept<kNoVEmptyWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kVEmpty, v_place.stage), v_place.phase ^ 1);
+    }
+    load_block<VTile>(smem + Layout::kV + v_place.stage * Layout::kVBytes, &params.v_map,
+                      barrier_at(smem + Layout::kVFull, v_place.stage), source);
+    v_place.advance();
+  }
+  CF_DEVICE void load_q(const WorkTile& work) {
+    const int query_begin = TileCursor<Config>::query_begin(work);
+    CF_UNROLL
+    for (int w = 0; w < Layout::kWarpgroups; ++w) {
+      const int buffer = q_place.stage * Layout::kWarpgroups + w;
+      const saddr full = barrier_at(smem + Layout::kQFull, buffer);
+      if constexpr (kKept<kNoQEmptyWait>) {
+        ptx::mbarrier_wait(barrier_at(smem + Layout::kQEmpty, buffer), q_place.phase ^ 1);
+      }
+      if (!elected) continue;
+      ptx::mbarrier_arrive_expect_tx(full, Layout::kQBytes);
+      CF_UNROLL
+      for (int c = 0; c < QkTile::kChunks; ++c) {
+        ptx::tma_load_4d(
+            smem + Layout::kQ + buffer * Layout::kQBytes + c * QkTile::chunk_bytes(kWarpgroupRows),
+            &params.q_map, full, c * QkTile::kChunk, query_begin + w * kWarpgroupRows, work.head_q,
+            work.batch, ptx::kEvictFirst);
+      }
+    }
+    q_place.advance();
+  }
+
+  CF_DEVICE void run() {
+    Source values{0, 0, 0};
+    bool values_due = false;
+    for (TileCursor<Config> cursor; cursor.valid(params); cursor.next()) {
+      const WorkTile work = cursor.work(params);
+      const auto blocks = cursor.blocks(params, work);
+      CF_NO_UNROLL
+      for (int i = 0; i < blocks.count; ++i) {
+        const Source keys{blocks.at(i).start, work.head_kv, work.batch};
+        load_k(keys);
+        if (values_due) load_v(values);
+        if (i == 0) load_q(work);
+        values = keys;
+        values_due = true;
+      }
+    }
+    if (values_due) load_v(values);
+  }
+};
+
+// --- consumers ----------------------------------------------------------------------------------
+
+template <class Config>
+struct Consumer {
+  using Layout = ForwardLayout<Config>;
+  using Element = typename Config::Element;
+  using Mask = typename Config::Mask;
+  using QkTile = typename Layout::QkTile;
+  using VTile = typename Layout::VTile;
+  using QkDescriptor = Descriptor<QkTile>;
+  using VDescriptor = Descriptor<VTile>;
+  static constexpr int kBlockN = Config::kBlockN;
+  static constexpr int kStepsQk = Config::kHeadDimQk / 16;
+  static constexpr int kStepsV = kBlockN / 16;
+
+  using Scores = float[kBlockN / 2];            // [64, kBlockN] of the warpgroup
+  using Probabilities = uint32_t[kStepsV][4];   // [64, kBlockN], packed pairs
+  using Output = float[Config::kHeadDimV / 2];  // [64, head_dim_v]
+
+  const ForwardParams& params;
+  const saddr smem;
+  const int warpgroup;  // 0 is the first consumer
+  const bool leader;    // one thread of the warpgroup: releases V, stores the output
+  RingPlace<Config::kStages> k_place, v_place;
+  RingPlace<Config::kQStages> q_place;
+  // bfloat16 terms have the range to go without the maximum (attn/softmax.cuh).
+  OnlineSoftmax<is_same<Element, bf16_t>> softmax;
+
+  CF_DEVICE Consumer(const ForwardParams& params, saddr smem, int warpgroup)
+      : params(params),
+        smem(smem),
+        warpgroup(warpgroup),
+        leader(ptx::tid() % kWarpgroupThreads == 0),
+        softmax(params.softmax_scale_log2) {}
+
+  // --- hand-overs
+
+  // The order of the warpgroups' products: each waits for its turn and passes it on once its own are
+  // issued, so that one's softmax runs under another's products.
+  CF_DEVICE void await_turn() {
+    if constexpr (Config::kPingPong) {
+      ptx::named_barrier_sync(kTurnBarrier + warpgroup, 2 * kWarpgroupThreads);
+    }
+  }
+  CF_DEVICE void pass_turn() {
+    if constexpr (Config::kPingPong && kKept<kNoTurnPass>) {
+      const int next = warpgroup + 1 == Layout::kWarpgroups ? 0 : warpgroup + 1;
+      ptx::named_barrier_arrive(kTurnBarrier + next, 2 * kWarpgroupThreads);
+    }
+  }
+  CF_DEVICE int q_buffer() const { return q_place.stage * Layout::kWarpgroups + warpgroup; }
+  CF_DEVICE void await_q() {
+    if constexpr (kKept<kNoQFullWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kQFull, q_buffer()), q_place.phase);
+    }
+  }
+  CF_DEVICE void await_k() {
+    if constexpr (kKept<kNoKFullWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kKFull, k_place.stage), k_place.phase);
+    }
+  }
+  CF_DEVICE void await_v() {
+    if constexpr (kKept<kNoVFullWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kVFull, v_place.stage), v_place.phase);
+    }
+  }
+  // An arrival on this CTA's barrier and on the same one of the other CTA of a cluster.
+  CF_DEVICE static void arrive_in_cluster(saddr barrier) {
+    if constexpr (Config::kCluster == 1) {
+      ptx::mbarrier_arrive(barrier);
+    } else {
+      CF_UNROLL
+      for (int rank = 0; rank < Config::kCluster; ++rank) {
+        ptx::mbarrier_arrive_remote(ptx::map_to_cta(barrier, rank));
+      }
+    }
+  }
+  // K (and Q) may be read again by a warp that repeats its scores, so every warp releases them.
+  CF_DEVICE void release_k() {
+    if (ptx::lane() == 0) arrive_in_cluster(barrier_at(smem + Layout::kKEmpty, k_place.stage));
+  }
+  CF_DEVICE void release_v() {
+    if (leader) arrive_in_cluster(barrier_at(smem + Layout::kVEmpty, v_place.stage));
+    v_place.advance();
+  }
+  CF_DEVICE void release_q() {
+    if constexpr (Config::kOutBuffer) {
+      if (ptx::lane() == 0) ptx::mbarrier_arrive(barrier_at(smem + Layout::kQEmpty, q_buffer()));
+      q_place.advance();
+    }
+  }
+
+  // --- products
+
+  CF_DEVICE saddr q_tile() const { return smem + Layout::kQ + q_buffer() * Layout::kQBytes; }
+  CF_DEVICE saddr k_tile() const { return smem + Layout::kK + k_place.stage * Layout::kKBytes; }
+  CF_DEVICE saddr v_tile() const { return smem + Layout::kV + v_place.stage * Layout::kVBytes; }
+
+  // S = Q K^T of the stage at k_place; one commit group.
+  CF_DEVICE void issue_scores(Scores& s) {
+    const uint32_t q = QkDescriptor::k_major(q_tile());
+    const uint32_t k = QkDescriptor::k_major(k_tile());
+    ptx::wgmma_pin(s);
+    ptx::wgmma_fence();
+    CF_UNROLL
+    for (int step = 0; step < kStepsQk; ++step) {
+      ptx::wgmma_ss<Element, kBlockN, QkDescriptor::kHigh, QkDescriptor::kHigh, 0>(
+          s, q + QkDescriptor::k_step(kWarpgroupRows, step),
+          k + QkDescriptor::k_step(kBlockN, step), step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+  // O (+)= P V of the stage at v_place; one commit group.
+  CF_DEVICE void issue_values(Output& o, const Probabilities& p, bool accumulate) {
+    const uint32_t v = VDescriptor::mn_major(v_tile(), kBlockN);
+    ptx::wgmma_pin(o);
+    ptx::wgmma_fence();
+    CF_UNROLL
+    for (int step = 0; step < kStepsV; ++step) {
+      ptx::wgmma_rs<Element, Config::kHeadDimV, VDescriptor::kHigh, 1>(
+          o, p[step], v + VDescriptor::mn_step(step), accumulate || step > 0);
+    }
+    ptx::wgmma_commit();
+  }
+  // Waits until at most kPending groups of products are under way; `result` is then complete.
+  template <int kPending, int kCount>
+  CF_DEVICE static void await_products(float (&result)[kCount]) {
+    if constexpr (kKept<kNoProductWait>) ptx::wgmma_wait<kPending>();
+    ptx::wgmma_pin(result);
+  }
+
+  // This warp's 16 rows of S once more, without the warpgroup: mma.sync from the same tiles, whose
+  // accumulators lie as wgmma's do. Rare (Note [The reference of a row]), so it is kept small.
+  CF_DEVICE void repeat_scores(Scores& s) {
+    const int lane = ptx::lane();
+    const int q_row = 16 * (ptx::warp() % kWarpsPerWarpgroup) + (lane & 15);
+    const int k_row = (lane & 7) + ((lane >> 4) << 3);
+    CF_UNROLL
+    for (int i = 0; i < kBlockN / 2; ++i) s[i] = 0.0f;
+    CF_NO_UNROLL
+    for (int step = 0; step < kStepsQk; ++step) {
+      uint32_t a[4];
+      ptx::ldmatrix_x4(
+          a, q_tile() + QkTile::granule_offset(kWarpgroupRows, q_row, 2 * step + (lane >> 4)));
+      CF_UNROLL
+      for (int n = 0; n < kBlockN / 16; ++n) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, k_tile() + QkTile::granule_offset(kBlockN, 16 * n + k_row,
+                                                              2 * step + ((lane >> 3) & 1)));
+        ptx::mma_m16n8k16<Element>(s + 8 * n, a, b[0], b[1]);
+        ptx::mma_m16n8k16<Element>(s + 8 * n + 4, a, b[2], b[3]);
+      }
+    }
+  }
+
+  // --- softmax
+
+  // Scores of a block to terms; then K is given back. True: what O holds of this tile must be
+  // multiplied by `correction`.
+  CF_DEVICE bool take_block(Scores& s, float (&correction)[2], const KvBlock& block,
+                            int row_begin) {
+    if constexpr (!kKept<kEarlyKRelease>) release_k();
+    bool rescale = false;
+    bool done = false;
+    if (softmax.can_skip_max(block.partial)) {
+      done = softmax.update_freely(s);
+      if (!done) repeat_scores(s);
+    }
+    if (!done) {
+      if (block.partial) {
+        const int row = row_begin + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
+        const int row_query[2] = {row, row + 8};
+        mask_fragment<Mask>(params, s, row_query, block.start);
+      }
+      rescale = softmax.update(s, correction);
+    }
+    if constexpr (kKept<kEarlyKRelease>) release_k();
+    return rescale;
+  }
+  CF_DEVICE static void pack(Probabilities& p, const Scores& s) {
+    CF_UNROLL
+    for (int i = 0; i < kBlockN / 4; ++i) {
+      p[i / 4][i % 4] = ptx::pack2<Element>(s[2 * i], s[2 * i + 1]);
+    }
+  }
+  CF_DEVICE static void scale_rows(Output& o, const float (&factor)[2]) {
+    CF_UNROLL
+    for (int i = 0; i < Config::kHeadDimV / 2; ++i) o[i] *= factor[(i >> 1) & 1];
+  }
+
+  // --- the stream of blocks
+
+  CF_DEVICE void run() {
+    if constexpr (Config::kPingPong) {  // the first warpgroup starts
+      if (warpgroup == Layout::kWarpgroups - 1) pass_turn();
+    }
+    Scores s;
+    Probabilities p;
+    Output o;
+    float correction[2];
+    bool pending = false;     // P waits for its product with V
+    bool accumulate = false;  // that product adds to O; false for a tile's first block
+    TileCursor<Config> done;  // the tile whose output O is
+    for (TileCursor<Config> cursor; cursor.valid(params); cursor.next()) {
+      const WorkTile work = cursor.work(params);
+      const auto blocks = cursor.blocks(params, work);
+      if (blocks.count == 0) continue;  // write_empty_tiles
+      const int row_begin = row_begin_of(work);
+
+      // The first block, beside the last product of the tile before.
+      await_q();
+      await_k();
+      await_turn();
+      issue_scores(s);
+      if (pending) {
+        await_v();
+        issue_values(o, p, accumulate);
+      }
+      pass_turn();
+      await_products<0>(s);
+      if (pending) {
+        ptx::wgmma_pin(o);
+        release_v();
+        finish(o, done.work(params));
+      }
+      softmax.reset();
+      take_block(s, correction, blocks.at(0), row_begin);
+      if (blocks.count == 1) release_q();
+      pack(p, s);
+      k_place.advance();
+      done = cursor;
+
+      CF_NO_UNROLL
+      for (int i = 1; i < blocks.count; ++i) {
+        await_k();
+        await_turn();
+        issue_scores(s);
+        await_v();
+        issue_values(o, p, i > 1);
+        pass_turn();
+        await_products<1>(s);
+        const bool rescale = take_block(s, correction, blocks.at(i), row_begin);
+        if (i + 1 == blocks.count) release_q();
+        if constexpr (!kKept<kEarlyVRelease>) release_v();
+        await_products<0>(o);
+        if constexpr (kKept<kEarlyVRelease>) release_v();
+        pack(p, s);  // the product of the previous P has read its registers
+        if (rescale) scale_rows(o, correction);
+        k_place.advance();
+      }
+      pending = true;
+      accumulate = blocks.count > 1;
+      if constexpr (!Config::kOutBuffer) {  // the output tile needs Q's buffer
+        last_product(o, p, accumulate);
+        finish(o, work);
+        pending = false;
+      }
+    }
+    if (pending) {
+      last_product(o, p, accumulate);
+      finish(o, done.work(params));
+    }
+    if constexpr (Config::kPingPong) {  // takes the turn nobody will use
+      if (warpgroup == 0) await_turn();
+    }
+    if (leader) ptx::tma_wait<0>();
+  }
+  CF_DEVICE void last_product(Output& o, const Probabilities& p, bool accumulate) {
+    await_v();
+    issue_values(o, p, accumulate);
+    await_products<0>(o);
+    release_v();
+  }
+  CF_DEVICE int row_begin_of(const WorkTile& work) const {
+    return TileCursor<Config>::query_begin(work) + warpgroup * kWarpgroupRows;
+  }
+
+  // --- epilogue
+
+  // Writes a finished tile's rows of out and lse.
+  CF_DEVICE void finish(const Output& o, const WorkTile& work) {
+    float factor[2], lse[2];
+    softmax.finish(params.softmax_scale, factor, lse);
+    const int row_begin = row_begin_of(work);
+    store(o, factor, work, row_begin);
+    if (params.lse == nullptr || ptx::lane() % 4 != 0) return;
+    float* lse_gmem =
+        params.lse + work.batch * params.lse_stride_batch + work.head_q * params.lse_stride_head;
+    const int row = row_begin + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
+    CF_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      if (row + 8 * r < params.seqlen_q) ptx::stg_f32(lse_gmem + row + 8 * r, lse[r]);
+    }
+  }
+
+  // O / row_sum to shared memory, then one TMA store of the warpgroup's 64 rows; the map clips rows
+  // and columns beyond the tensor. A row without keys has factor 0 and gives zeros whatever O holds.
+  CF_DEVICE void store(const Output& o, const float (&factor)[2], const WorkTile& work,
+                       int row_begin) {
+    const saddr out_smem = smem + Layout::kOut + warpgroup * Layout::kOutStride;
+    if constexpr (Config::kOutBuffer) {  // the previous tile's store has read the buffer
+      if constexpr (kKept<kNoStoreReadWait>) {
+        if (leader) ptx::tma_wait_read<0>();
+      }
+      ptx::named_barrier_sync(kEpilogueBarrier + warpgroup, kWarpgroupThreads);
+    }
+    const int lane = ptx::lane();
+    const int row = 16 * (ptx::warp() % kWarpsPerWarpgroup) + (lane & 15);
+    auto value = [&](int i) {
+      const float f = factor[(i >> 1) & 1];
+      return f == 0.0f ? 0.0f : o[i] * f;
+    };
+    CF_UNROLL
+    for (int j = 0; j < Config::kHeadDimV / 16; ++j) {
+      uint32_t r[4];
+      CF_UNROLL
+      for (int m = 0; m < 4; ++m) {
+        r[m] = ptx::pack2<Element>(value(8 * j + 2 * m), value(8 * j + 2 * m + 1));
+      }
+      ptx::stmatrix_x4(
+          out_smem + VTile::granule_offset(kWarpgroupRows, row, 2 * j + (lane >> 4)), r[0], r[1],
+          r[2], r[3]);
+    }
+    if constexpr (kKept<kNoProxyFence>) ptx::fence_proxy_async();
+    if constexpr (kKept<kNoEpilogueBarrier>) {
+      ptx::named_barrier_sync(kEpilogueBarrier + warpgroup, kWarpgroupThreads);
+    }
+    if (leader && row_begin < params.seqlen_q) {
+      CF_UNROLL
+      for (int c = 0; c < VTile::kChunks; ++c) {
+        ptx::tma_store_4d(&params.out_map, out_smem + c * VTile::chunk_bytes(kWarpgroupRows),
+                          c * VTile::kChunk, row_begin, work.head_q, work.batch);
+      }
+      ptx::tma_commit();
+    }
+    if constexpr (!Config::kOutBuffer) {  // the next Q comes once the store has read its buffer
+      if (leader) {
+        if constexpr (kKept<kNoStoreReadWait>) ptx::tma_wait_read<0>();
+        ptx::mbarrier_arrive(barrier_at(smem + Layout::kQEmpty, q_buffer()));
+      }
+      q_place.advance();
+    }
+  }
+};
+
+// --- tiles without keys -------------------------------------------------------------------------
+
+// One warp: writes zeros and -inf for the tiles of the stream in which no query sees a key, which
+// producer and consumers skip.
+template <class Config>
+CF_DEVICE void write_empty_tiles(const ForwardParams& params) {
+  using Element = typename Config::Element;
+  const int granules = params.head_dim_v / 8;
+  for (TileCursor<Config> cursor; cursor.valid(params); cursor.next()) {
+    const WorkTile work = cursor.work(params);
+    if (cursor.blocks(params, work).count > 0) continue;
+    const int row_begin = TileCursor<Config>::query_begin(work);
+    const int row_end = min(row_begin + Config::kBlockM, params.seqlen_q);
+    for (int row = row_begin + ptx::lane(); row < row_end; row += 32) {
+      auto* out = static_cast<Element*>(params.out) + work.batch * params.out_stride_batch +
+                  work.head_q * params.out_stride_head + row * params.out_stride_seqlen;
+      for (int i = 0; i < granules; ++i) ptx::stg128(out + 8 * i, u32x4{0, 0, 0, 0});
+      if (params.lse != nullptr) {
+        ptx::stg_f32(params.lse + work.batch * params.lse_stride_batch +
+                         work.head_q * params.lse_stride_head + row,
+                     -ptx::kInfinity);
+      }
+    }
+  }
+}
+
+// --- kernel -------------------------------------------------------------------------------------
+
+template <class Config>
+CF_DEVICE void forward(const ForwardParams& params) {
+  using Layout = ForwardLayout<Config>;
+  static_assert(ptx::kArchitecture == 90);
+  static_assert(Layout::kWarpgroups == 2 || Layout::kWarpgroups == 3);
+  constexpr bool kThree = Layout::kWarpgroups == 3;
+  const saddr smem = ptx::smem_base();
+  const int warpgroup = ptx::warp_uniform(ptx::tid() / kWarpgroupThreads);
+  if (ptx::tid() == 0) initialize_barriers<Config>(smem);
+  if constexpr (Config::kCluster > 1) {
+    ptx::cluster_sync();
+  } else {
+    ptx::cta_sync();
+  }
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<kThree ? 32 : 24>();
+    const int warp = ptx::warp_uniform(ptx::warp());
+    if (warp == 0) {
+      Producer<Config>{params, smem, ptx::elect_one(), {}, {}, {}}.run();
+    } else if (warp == 1) {
+      write_empty_tiles<Config>(params);
+    }
+  } else {
+    ptx::setmaxnreg_inc<kThree ? 160 : 240>();
+    Consumer<Config>(params, smem, warpgroup - 1).run();
+  }
+  if constexpr (Config::kCluster > 1) {  // nobody leaves while the other CTA may still signal it
+    ptx::warp_sync();
+    ptx::cluster_sync();
+  }
+}
+
+}  // namespace cf::sm90
