@@ -1,0 +1,495 @@
+"""The public functions.
+
+``attention`` has two ways. The long one turns arguments into a ``Problem``, chooses a kernel and
+settles a ``Plan``; everything that can be wrong is found there. The short one serves a CuPy or
+PyTorch call whose shapes, strides, types and options have been seen before: it finds the plan in a
+dictionary, allocates the outputs and launches.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+
+from cupyflash import arrays
+from cupyflash.arguments import Options, options_of, resolve
+from cupyflash.arrays import Array
+from cupyflash.cache import default_cache
+from cupyflash.driver import default_driver
+from cupyflash.errors import UnsupportedError
+from cupyflash.launch import EmulatedBackend, forward_launch, load_kernel, prepare
+from cupyflash.params import FORWARD
+from cupyflash.select import describe_problem, select
+from cupyflash.select import explain as explain_choice
+from cupyflash.serve import allocate, backend_of, lookup, run_on_device, run_on_host
+from cupyflash.tensor import DeviceKind, DType, TensorView
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    align: str = "bottom_right",
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    cu_seqlens_q: Array | None = None,
+    cu_seqlens_kv: Array | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    seqused_q: Array | None = None,
+    seqused_kv: Array | None = None,
+    q_offset: int | Array | None = None,
+    kv_offset: int | Array | None = None,
+    q_scale: Array | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
+    layout: str = "bshd",
+    out: Array | None = None,
+    out_dtype: Any = None,
+    out_scale: Array | None = None,
+    return_lse: bool = False,
+    num_sms: int | None = None,
+    stream: Any = None,
+) -> Any:
+    r"""Exact scaled dot-product attention.
+
+    For every batch entry b, query i and query head h, over the keys j that the mask leaves visible,
+
+    .. math::
+        s_{ij} = \text{softmax\_scale} \cdot q_i \cdot k_j, \qquad
+        \text{lse}_i = \log \sum_j e^{s_{ij}}, \qquad
+        \text{out}_i = \sum_j e^{s_{ij} - \text{lse}_i} v_j .
+
+    Query head h uses key and value head ``h // (heads_q // heads_kv)``. A query that sees no key
+    gives out = 0 and lse = -inf.
+
+    CuPy, PyTorch, JAX, Numba and other DLPack arrays on a GPU are served by a CUDA kernel, enqueued
+    on the stream that the library would use next; the call returns without waiting. NumPy arrays,
+    and PyTorch and JAX arrays on the CPU, are served on the CPU. Memory beyond the outputs does not
+    grow with seqlen_q * seqlen_kv on any path.
+
+    Args:
+        q: queries, [batch, seqlen_q, heads_q, head_dim_qk], or packed [total_q, heads_q,
+            head_dim_qk] with ``cu_seqlens_*``. On a GPU bfloat16 or float16; on the CPU also
+            float32 and float64. The last dimension is contiguous; a GPU kernel wants the address
+            and the other strides in multiples of 16 bytes.
+        k: keys, [batch, seqlen_kv, heads_kv, head_dim_qk], q's dtype; heads_q is a multiple of
+            heads_kv.
+        v: values, [batch, seqlen_kv, heads_kv, head_dim_v], q's dtype.
+        causal: hides the keys after the query's position (the bound right = 0).
+        align: "bottom_right": the last query stands at the last key's position; "top_left": the
+            first query at the first key's.
+        window: (left, right), how many keys before and after the query's position are visible, not
+            counting the one at it; None for no bound.
+        softmax_scale: factor on q . k, a number known to the host; None means head_dim_qk ** -0.5.
+        softcap: c > 0 replaces every score s by c * tanh(s / c). CPU only.
+        cu_seqlens_q, cu_seqlens_kv: int [batch + 1], where each packed sequence starts; the last
+            entry is where the last one ends. CPU only.
+        max_seqlen_q, max_seqlen_kv: upper bounds of the packed lengths. CPU only.
+        seqused_q, seqused_kv: int [batch], how many leading tokens of each sequence count. Rows
+            past them are 0 in an output allocated here, untouched in the caller's. CPU only.
+        q_offset, kv_offset: positions, for the mask, of the first query and of the first key: they
+            add q_offset - kv_offset to what ``align`` gives. An int, or on the CPU int [batch].
+        q_scale, k_scale, v_scale, out_scale: scales of fp8 arrays. Not supported yet.
+        layout: "bshd", or "bhsd" for [batch, heads, seqlen, head_dim] arrays.
+        out: where to write the output, [batch, seqlen_q, heads_q, head_dim_v] in ``layout``; shares
+            no memory with q, k, v.
+        out_dtype: dtype of the output; q's dtype is the only choice.
+        return_lse: whether to return (out, lse).
+        num_sms: GPU multiprocessors to use at most; None means all.
+        stream: CUDA stream to launch on: a handle, or a stream of CuPy, PyTorch or anything with
+            ``__cuda_stream__``. The caller orders it after whatever wrote the inputs. None means
+            the current stream of the arrays' library.
+
+    Returns:
+        out, in the caller's array type (CuPy arrays for unknown DLPack producers on a GPU), in the
+        shape and layout of q with head_dim_v as the last dimension, dtype of q. With ``return_lse``
+        also lse, float32 (float64 for float64 inputs), [batch, heads_q, seqlen_q], packed [heads_q,
+        total_q].
+
+    Raises:
+        UnsupportedError: no kernel serves this combination; the message lists every candidate with
+            the first condition that rules it out.
+        ValueError: shapes, strides or values that do not go together, a read-only ``out``.
+        TypeError: not an array; dtypes, devices or libraries that do not go together; a tensor that
+            requires grad.
+        DriverError: a GPU array without a usable NVIDIA driver, or a failed launch.
+
+    Example:
+        >>> import numpy, cupyflash
+        >>> q = k = numpy.zeros((1, 2, 1, 64), numpy.float16)
+        >>> v = numpy.arange(2, dtype=numpy.float16).reshape(1, 2, 1, 1) * numpy.ones_like(q)
+        >>> cupyflash.attention(q, k, v, causal=True)[0, :, 0, 0]
+        array([0. , 0.5], dtype=float16)
+
+    References:
+        Tri Dao et al., FlashAttention, 2022, arXiv:2205.14135; Tri Dao, FlashAttention-2, 2023,
+        arXiv:2307.08691; Jay Shah et al., FlashAttention-3, 2024, arXiv:2407.08608.
+    """
+    key = None
+    if (
+        cu_seqlens_q is None
+        and cu_seqlens_kv is None
+        and max_seqlen_q is None
+        and max_seqlen_kv is None
+        and seqused_q is None
+        and seqused_kv is None
+        and q_scale is None
+        and k_scale is None
+        and v_scale is None
+        and out_dtype is None
+        and out_scale is None
+    ):
+        settings = (
+            causal,
+            align,
+            window,
+            softmax_scale,
+            softcap,
+            q_offset,
+            kv_offset,
+            layout,
+            return_lse,
+            num_sms,
+        )
+        key, configuration, pointers = lookup(q, k, v, out, settings)
+        if configuration is not None:
+            return configuration.run(pointers, out, stream)
+    options = Options(
+        causal=causal,
+        align=align,
+        window=window,
+        softmax_scale=softmax_scale,
+        softcap=softcap,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        seqused_q=seqused_q,
+        seqused_kv=seqused_kv,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        layout=layout,
+        out=out,
+        out_dtype=out_dtype,
+        out_scale=out_scale,
+        return_lse=return_lse,
+        num_sms=num_sms,
+        stream=stream,
+    )
+    call = resolve(q, k, v, options)
+    if call.adapter.kind is DeviceKind.cpu:
+        return run_on_host(call)
+    return run_on_device(call, key)
+
+
+def explain(q: Array, k: Array, v: Array, **options: Any) -> str:
+    """Says which kernel would serve ``attention(q, k, v, **options)``, and why no other would.
+
+    Args:
+        q, k, v, options: as for ``attention``. Nothing is computed, compiled or launched.
+
+    Returns:
+        Lines: the problem, the device, the kernel with its tile, where its cubin comes from, and
+        every other candidate with the first condition that ruled it out.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: as ``attention``, for arguments that are wrong or
+            supported by no kernel at all.
+
+    Example:
+        >>> import numpy, cupyflash
+        >>> x = numpy.zeros((1, 4, 2, 64), numpy.float16)
+        >>> print(cupyflash.explain(x, x, x).splitlines()[-1])
+        kernel   the CPU path: the arrays are on the CPU
+    """
+    call = resolve(q, k, v, options_of("explain", options))
+    if call.adapter.kind is DeviceKind.cpu:
+        problem = "packed sequences" if call.packed else describe_problem(call.problem)
+        return f"problem  {problem}\nkernel   the CPU path: the arrays are on the CPU"
+    backend = backend_of(call)
+    if isinstance(backend, EmulatedBackend):
+        return explain_choice(call.problem, backend.info, lambda spec: "built by g++, emulated")
+    return explain_choice(call.problem, backend.info, default_cache().locate)
+
+
+@dataclass(frozen=True, eq=False)
+class RawKernel:
+    """A chosen kernel for CuPy, with the arguments of one call; calling it launches it.
+
+    Attributes:
+        kernel: cupy.RawKernel of the compiled kernel.
+        grid: blocks.
+        block: threads of a block.
+        shared_bytes: dynamic shared memory of a block.
+        args: the one argument, the packed parameter struct as numpy.void, tensor maps included.
+        out, lse: the arrays that it writes; lse is None where not wanted.
+        inputs: q, k, v; ``args`` holds their addresses.
+    """
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    block: tuple[int, int, int]
+    shared_bytes: int
+    args: tuple[numpy.void]
+    out: Array
+    lse: Array | None
+    inputs: tuple[Array, Array, Array]
+
+    def __call__(self) -> None:
+        """Launches on CuPy's current stream."""
+        self.kernel(self.grid, self.block, self.args, shared_mem=self.shared_bytes)
+
+
+def raw_kernel(q: Array, k: Array, v: Array, **options: Any) -> RawKernel:
+    """The kernel of ``attention(q, k, v, **options)`` as a ``cupy.RawKernel``, ready to launch.
+
+    Args:
+        q, k, v, options: as for ``attention``, arrays on a GPU; outputs that are not given are
+            allocated, nothing is launched.
+
+    Returns:
+        RawKernel: ``raw()`` launches, and so does
+        ``raw.kernel(raw.grid, raw.block, raw.args, shared_mem=raw.shared_bytes)``.
+
+    Raises:
+        TypeError: the arrays are not on a GPU.
+        ValueError: the problem is empty, there is nothing to launch.
+        UnsupportedError: as ``attention``; also where CuPy is not installed.
+
+    Example:
+        >>> raw = cupyflash.raw_kernel(q, k, v, causal=True)  # doctest: +SKIP
+        >>> raw()  # doctest: +SKIP
+        >>> raw.out  # doctest: +SKIP
+    """
+    call = resolve(q, k, v, options_of("raw_kernel", options))
+    if call.adapter.kind is not DeviceKind.cuda:
+        raise TypeError(f"raw_kernel: expected arrays on a GPU, got {call.adapter.library}")
+    if call.problem.is_empty:
+        raise ValueError("raw_kernel: the output is empty, there is nothing to launch")
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedError(f"raw_kernel: needs CuPy ({error})") from error
+    device, info = call.views["q"].device, backend_of(call).info
+    spec = select(call.problem, info).spec
+    with call.adapter.scope(device, call.stream):
+        out, lse = allocate(call)
+    launch = forward_launch(call.problem, spec, info, call.views)
+    kernel = load_kernel(spec, device.index)
+    params = default_driver().encode(prepare(kernel, launch), launch.pointers)
+    entry = default_cache().get(spec)
+    with cupy.cuda.Device(device.index), tempfile.TemporaryDirectory() as scratch:
+        path = entry.path
+        if path is None:
+            path = Path(scratch) / f"{spec.name}.cubin"
+            path.write_bytes(entry.cubin)
+        function = cupy.RawModule(path=str(path)).get_function(spec.name)
+        function.max_dynamic_shared_size_bytes = spec.shared_bytes
+    return RawKernel(
+        kernel=function,
+        grid=launch.grid,
+        block=launch.block,
+        shared_bytes=spec.shared_bytes,
+        args=(numpy.frombuffer(params, FORWARD.dtype)[0],),
+        out=call.adapter.give(out),
+        lse=None if lse is None else call.adapter.give(lse),
+        inputs=(call.arrays["q"], call.arrays["k"], call.arrays["v"]),
+    )
+
+
+class Grads(NamedTuple):
+    """Gradients of a loss with respect to q, k and v, in their shapes and dtypes."""
+
+    dq: Array
+    dk: Array
+    dv: Array
+
+
+def attention_backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    dlse: Array | None = None,
+    delta: Array | None = None,
+    accumulate: bool = False,
+    deterministic: bool = False,
+    dout_scale: Array | None = None,
+    dq: Array | None = None,
+    dk: Array | None = None,
+    dv: Array | None = None,
+    **options: Any,
+) -> Grads:
+    """Gradients of ``attention``. Not supported yet: every call raises UnsupportedError.
+
+    With p_ij = exp(s_ij - lse_i) and delta_i = dout_i . out_i - dlse_i, the gradients are
+    dv_j = sum_i p_ij dout_i, ds_ij = p_ij (dout_i . v_j - delta_i),
+    dq_i = softmax_scale sum_j ds_ij k_j and dk_j = softmax_scale sum_i ds_ij q_i.
+
+    Args:
+        dout: gradient of the loss with respect to ``out``, in its shape.
+        q, k, v: the inputs of the forward.
+        out, lse: its results.
+        dlse: gradient with respect to ``lse``, [batch, heads_q, seqlen_q]; None means zero.
+        delta: float32 [batch, heads_q, seqlen_q] where it is known already.
+        accumulate: adds to ``dq``, ``dk``, ``dv`` (float32) in place of overwriting them.
+        deterministic: fixes the order of additions, so that repeated calls agree bit for bit.
+        dout_scale: scale of an fp8 ``dout``.
+        dq, dk, dv: where to write the gradients.
+        options: those of ``attention``.
+
+    Returns:
+        Grads: dq, dk, dv.
+
+    Raises:
+        UnsupportedError: always, until a backward kernel exists.
+
+    References:
+        Tri Dao, FlashAttention-2, 2023, arXiv:2307.08691, algorithm 2.
+    """
+    raise UnsupportedError("attention_backward: there is no backward kernel yet, on any device")
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """A tensor as scaled low-precision numbers: value = data * scale, block by block.
+
+    Attributes:
+        data: the numbers; for the role "v" transposed and permuted as its kernel reads them.
+        scale: float32 scales, one a block.
+        fmt: element format, such as "e4m3".
+        block: (tokens, channels) that share a scale; None for all.
+        role: "q", "k", "v" or "dout".
+        shape: shape of the tensor that was quantized.
+        hadamard_seed: seed of the random rotation applied before, or None.
+        data_t: transposed copy that gradients need, or None.
+    """
+
+    data: Array
+    scale: Array
+    fmt: str
+    block: tuple[int | None, int | None]
+    role: str
+    shape: tuple[int, ...]
+    hadamard_seed: int | None = None
+    data_t: Array | None = None
+
+
+def quantize(
+    x: Array,
+    role: str,
+    *,
+    fmt: str = "e4m3",
+    block: tuple[int | None, int | None] = (128, None),
+    hadamard_seed: int | None = None,
+    for_backward: bool = False,
+    cu_seqlens: Array | None = None,
+) -> Quantized:
+    """Scales and rounds a tensor for the low-precision kernels. Not supported yet: every call
+    raises UnsupportedError.
+
+    Args:
+        x: [batch, seqlen, heads, head_dim] or packed [total, heads, head_dim].
+        role: "q", "k", "v" or "dout": which operand it will be, which fixes its order in memory.
+        fmt: element format.
+        block: (tokens, channels) that share a scale; None for all.
+        hadamard_seed: seed of a random rotation that spreads outliers over channels.
+        for_backward: also makes the transposed copy that gradients need.
+        cu_seqlens: where packed sequences start.
+
+    Returns:
+        Quantized: data and scales.
+
+    Raises:
+        UnsupportedError: always, until there are low-precision kernels.
+    """
+    raise UnsupportedError("quantize: there are no low-precision kernels yet, on any device")
+
+
+def merge(outs: Sequence[Array], lses: Sequence[Array], *, return_lse: bool = False) -> Any:
+    """Attention over a union of disjoint sets of keys, from attention over each.
+
+    lse = log(sum_p exp(lse_p)) and out = sum_p exp(lse_p - lse) * out_p. A part with lse_p = -inf
+    counts for nothing; where every part has it, out is 0 and lse is -inf.
+
+    Args:
+        outs: outputs of ``attention``, [batch, seqlen, heads, head_dim] or packed [total, heads,
+            head_dim], one a set of keys. NumPy arrays, or others on the CPU.
+        lses: their log-sum-exps, [batch, heads, seqlen] or [heads, total].
+        return_lse: whether to return (out, lse).
+
+    Returns:
+        out in the dtype of ``outs``, or (out, lse).
+
+    Raises:
+        UnsupportedError: arrays on a GPU.
+        ValueError: no parts, or shapes that do not go together.
+        TypeError: not arrays, or of several libraries.
+
+    Example:
+        >>> import numpy, cupyflash
+        >>> one = numpy.ones((1, 1, 1, 8), numpy.float32)
+        >>> lse = numpy.zeros((1, 1, 1), numpy.float32)
+        >>> cupyflash.merge([one, 3 * one], [lse, lse])[0, 0, 0, 0]
+        np.float32(2.0)
+    """
+    outs, lses = list(outs), list(lses)
+    if not outs or len(outs) != len(lses):
+        raise ValueError(
+            f"merge: expected as many lses as outs and at least one, got {len(outs)} outs and "
+            f"{len(lses)} lses"
+        )
+    named = {f"outs[{index}]": part for index, part in enumerate(outs)}
+    named |= {f"lses[{index}]": part for index, part in enumerate(lses)}
+    from cupyflash import host
+
+    adapter = arrays.adapter_for(named)
+    if adapter.kind is not DeviceKind.cpu:
+        raise UnsupportedError("merge: there is no GPU kernel for it yet")
+    adopted = {name: adapter.adopt(name, part) for name, part in named.items()}
+    views = {name: adapter.view(name, part) for name, part in adopted.items()}
+    _check_parts(views, len(outs))
+    parts = list(adopted.values())
+    out, lse = host.merge(parts[: len(outs)], parts[len(outs) :])
+    return (adapter.give(out), adapter.give(lse)) if return_lse else adapter.give(out)
+
+
+def _check_parts(views: dict[str, TensorView], num_parts: int) -> None:
+    first = views["outs[0]"]
+    if first.ndim not in (3, 4):
+        raise ValueError(
+            "outs[0]: expected [batch, seqlen, heads, head_dim] or [total, heads, head_dim], got "
+            f"{list(first.shape)}"
+        )
+    *leading, seqlen, heads, _ = first.shape
+    expected_lse = (*leading, heads, seqlen)
+    for index in range(num_parts):
+        out, lse = views[f"outs[{index}]"], views[f"lses[{index}]"]
+        if out.shape != first.shape:
+            raise ValueError(
+                f"outs[{index}]: expected shape {list(first.shape)} like outs[0], got "
+                f"{list(out.shape)}"
+            )
+        if out.dtype != first.dtype:
+            raise TypeError(f"outs[{index}]: expected {first.dtype} like outs[0], got {out.dtype}")
+        if lse.shape != expected_lse:
+            raise ValueError(
+                f"lses[{index}]: expected shape {list(expected_lse)}, got {list(lse.shape)}"
+            )
+        if lse.dtype not in (DType.float32, DType.float64):
+            raise TypeError(f"lses[{index}]: expected float32 or float64, got {lse.dtype}")

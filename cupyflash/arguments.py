@@ -1,0 +1,266 @@
+"""What the arguments of ``attention`` mean: all that can be checked before choosing a kernel.
+
+``resolve`` turns arrays of any library and options of any numeric type into a ``Call``. No argument
+is accepted and ignored: what the device of the arrays does not serve is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy
+
+from cupyflash import arrays
+from cupyflash.arrays import Adapter, Array
+from cupyflash.errors import UnsupportedError
+from cupyflash.problem import LAYOUTS, Mask, Problem, as_float, as_int, make_problem, to_bshd
+from cupyflash.tensor import DeviceKind, DType, TensorView
+
+_MAX_FLOAT32 = float(numpy.finfo(numpy.float32).max)
+_MIN_SCALE = float(numpy.finfo(numpy.float32).tiny)
+_LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, eq=False)
+class Options:
+    """The keyword arguments of ``attention``, as given."""
+
+    causal: bool = False
+    align: str = "bottom_right"
+    window: tuple[int | None, int | None] | None = None
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    cu_seqlens_q: Array | None = None
+    cu_seqlens_kv: Array | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_kv: int | None = None
+    seqused_q: Array | None = None
+    seqused_kv: Array | None = None
+    q_offset: int | Array | None = None
+    kv_offset: int | Array | None = None
+    q_scale: Array | None = None
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+    layout: str = "bshd"
+    out: Array | None = None
+    out_dtype: Any = None
+    out_scale: Array | None = None
+    return_lse: bool = False
+    num_sms: int | None = None
+    stream: Any = None
+
+
+_ONLY_FP8 = ("q_scale", "k_scale", "v_scale", "out_scale")
+_ONLY_HOST = (
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "seqused_q",
+    "seqused_kv",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """A call with everything checked that does not depend on the choice of a kernel.
+
+    Attributes:
+        options: as given.
+        adapter: of all arrays.
+        arrays: q, k, v and, where given, out, in the adapter's own form.
+        views: the same in bshd order; packed arrays as a batch of one. ``serve.allocate`` adds out
+            and lse.
+        packed: whether the arrays are packed sequences; ``problem`` then takes them for one.
+        problem: shapes, mask and scale.
+        softcap: 0 for none.
+        stream: handle, or None for the current stream.
+    """
+
+    options: Options
+    adapter: Adapter
+    arrays: dict[str, Array]
+    views: dict[str, TensorView]
+    packed: bool
+    problem: Problem
+    softcap: float
+    stream: int | None
+
+
+def options_of(function: str, given: dict[str, Any]) -> Options:
+    """Keyword arguments of another function that takes those of ``attention``."""
+    names = {field.name for field in dataclasses.fields(Options)}
+    unknown = sorted(given.keys() - names)
+    if unknown:
+        raise TypeError(f"{function}: unexpected argument {', '.join(unknown)}")
+    return Options(**given)
+
+
+def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
+    """Checks all arguments and returns what they mean."""
+    if options.layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {LAYOUTS}, got {options.layout!r}")
+    if not isinstance(options.return_lse, (bool, numpy.bool_)):
+        raise TypeError(f"return_lse: expected a bool, got {type(options.return_lse).__name__}")
+    given = {"q": q, "k": k, "v": v}
+    if options.out is not None:
+        given["out"] = options.out
+    adapter = arrays.adapter_for(given)
+    adopted = {name: adapter.adopt(name, array) for name, array in given.items()}
+    views = {name: adapter.view(name, array) for name, array in adopted.items()}
+    mask = Mask.resolve(options.causal, options.window, options.align)
+    softmax_scale = _softmax_scale(options.softmax_scale)
+    softcap = as_float("softcap", options.softcap)
+    if softcap < 0:
+        raise ValueError(f"softcap: expected 0 (none) or more, got {softcap}")
+    if options.num_sms is not None and as_int("num_sms", options.num_sms) < 1:
+        raise ValueError(f"num_sms: expected at least 1, got {options.num_sms}")
+    on_host = adapter.kind is DeviceKind.cpu
+    _check_supported(options, softcap, adapter.kind)
+    packed = options.cu_seqlens_q is not None or options.cu_seqlens_kv is not None
+    if not packed and (options.max_seqlen_q is not None or options.max_seqlen_kv is not None):
+        raise ValueError("max_seqlen_q, max_seqlen_kv: only with cu_seqlens_q and cu_seqlens_kv")
+    if packed:
+        views = _views_of_packed(views, options)
+    else:
+        views = {name: to_bshd(view, options.layout) for name, view in views.items()}
+    problem = make_problem(
+        views["q"],
+        views["k"],
+        views["v"],
+        mask=mask,
+        softmax_scale=softmax_scale,
+        want_lse=bool(options.return_lse),
+        position_offset=0 if on_host else _offset(options),
+        out=views.get("out"),
+        num_sms=None if options.num_sms is None else int(options.num_sms),
+        layout=options.layout,
+    )
+    _check_element_type(problem, options, adapter.kind)
+    if not on_host:
+        _check_for_kernel(problem)
+    return Call(
+        options=options,
+        adapter=adapter,
+        arrays=adopted,
+        views=views,
+        packed=packed,
+        problem=problem,
+        softcap=softcap,
+        stream=_stream(options.stream, adapter.kind),
+    )
+
+
+def _softmax_scale(given: object) -> float | None:
+    if given is None:
+        return None
+    scale = as_float("softmax_scale", given)
+    if abs(scale) * _LOG2_E > _MAX_FLOAT32:
+        raise ValueError(f"softmax_scale: {scale} does not fit float32 in units of log2")
+    return scale
+
+
+def _check_supported(options: Options, softcap: float, kind: DeviceKind) -> None:
+    """Raises for arguments that no kernel (or no host code) looks at."""
+    for name in _ONLY_FP8:
+        if getattr(options, name) is not None:
+            raise UnsupportedError(f"{name}: scales belong to fp8 arrays, which have no kernel yet")
+    if kind is DeviceKind.cpu:
+        if options.num_sms is not None:
+            raise UnsupportedError("num_sms: limits a GPU kernel, but the arrays are on the CPU")
+        return
+    for name in _ONLY_HOST:
+        if getattr(options, name) is not None:
+            raise UnsupportedError(f"{name}: no GPU kernel supports it yet")
+    if softcap != 0:
+        raise UnsupportedError("softcap: no GPU kernel supports it yet")
+
+
+def _check_element_type(problem: Problem, options: Options, kind: DeviceKind) -> None:
+    dtype = problem.dtype
+    if dtype in (DType.float8_e4m3fn, DType.float8_e5m2):
+        raise UnsupportedError(f"q, k, v: {dtype} has no kernel yet, on any device")
+    if kind is not DeviceKind.cpu and dtype not in (DType.bfloat16, DType.float16):
+        raise UnsupportedError(
+            f"q, k, v: {dtype} has no GPU kernel; convert the arrays to bfloat16 or float16, or "
+            "pass NumPy arrays to compute on the CPU"
+        )
+    if options.out_dtype is not None and _as_dtype(options.out_dtype) != dtype:
+        raise TypeError(f"out_dtype: expected {dtype}, the dtype of q, got {options.out_dtype}")
+
+
+def _as_dtype(given: Any) -> DType:
+    """A dtype of any library, or its name."""
+    if isinstance(given, DType):
+        return given
+    name = given if isinstance(given, str) else str(given).rpartition(".")[2]
+    if name not in DType.__members__:
+        try:
+            name = numpy.dtype(given).name
+        except TypeError:
+            name = ""
+    if name not in DType.__members__:
+        raise TypeError(f"out_dtype: expected a dtype, got {given!r}")
+    return DType[name]
+
+
+def _check_for_kernel(problem: Problem) -> None:
+    """Raises for what no GPU kernel takes, in better words than a list of candidates has."""
+    scale = problem.softmax_scale
+    assert scale is not None
+    if scale < _MIN_SCALE:
+        raise UnsupportedError(
+            f"softmax_scale: GPU kernels need a positive float32, got {scale}; negate q for a "
+            "negative one"
+        )
+    if problem.head_dim_qk % 8 == 0 and problem.head_dim_v % 8 == 0 and problem.unaligned:
+        name, reason = problem.unaligned[0]
+        raise ValueError(
+            f"{name}: {reason}; GPU kernels move 16 bytes at a time, so the address and all "
+            "strides but the last must be multiples of 16 bytes: pass a contiguous copy"
+        )
+
+
+def _offset(options: Options) -> int:
+    """q_offset - kv_offset where both are ints."""
+    total = 0
+    for name, sign in (("q_offset", 1), ("kv_offset", -1)):
+        given = getattr(options, name)
+        if given is None:
+            continue
+        if not numpy.isscalar(given) and getattr(given, "ndim", 0) != 0:
+            raise UnsupportedError(
+                f"{name}: GPU kernels take an int for all sequences, not an array"
+            )
+        total += sign * as_int(name, given, "int, or int [batch] on the CPU")
+    return total
+
+
+def _stream(given: Any, kind: DeviceKind) -> int | None:
+    if given is None:
+        return None
+    if kind is DeviceKind.cpu:
+        raise ValueError("stream: the arrays are on the CPU, where there are no streams")
+    if kind is DeviceKind.emulated:
+        raise UnsupportedError("stream: emulated devices have no streams")
+    return arrays.stream_handle(given)
+
+
+def _views_of_packed(views: dict[str, TensorView], options: Options) -> dict[str, TensorView]:
+    """[total, heads, head_dim] as [1, total, heads, head_dim]."""
+    if options.cu_seqlens_q is None or options.cu_seqlens_kv is None:
+        raise ValueError("cu_seqlens_q and cu_seqlens_kv: expected both or none")
+    if options.layout != "bshd":
+        raise ValueError('layout: packed sequences are [total, heads, head_dim], pass "bshd"')
+    for name, view in views.items():
+        if view.ndim != 3:
+            raise ValueError(
+                f"{name}: expected 3 dimensions [total, heads, head_dim] with cu_seqlens, got "
+                f"{view.ndim}: {list(view.shape)}"
+            )
+    return {
+        name: dataclasses.replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
+        for name, view in views.items()
+    }

@@ -1,0 +1,367 @@
+"""From a problem and a kernel to work on a device.
+
+``forward_launch`` fills the parameter struct: a ``Launch`` is plain data that a test can read. A
+back end runs it: ``CudaBackend`` through libcupyflash, ``EmulatedBackend`` on the CPU emulator, so
+that every line above the driver is exercised without a GPU. A ``Plan`` is a launch on a GPU with
+all but stream and addresses settled; running it allocates nothing and waits for nothing, so a plan
+can be recorded into a CUDA graph and shared by threads.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cupyflash import driver as drivers
+from cupyflash.cache import default_cache
+from cupyflash.driver import PreparedLaunch, TensorMap
+from cupyflash.errors import DriverError
+from cupyflash.params import FORWARD, TensorMapRequest
+from cupyflash.problem import DeviceInfo, Problem
+from cupyflash.schedule import plan_tiles
+from cupyflash.select import KernelSpec, tensor_maps
+from cupyflash.tensor import TensorView
+
+logger = logging.getLogger("cupyflash")
+
+TENSORS = ("q", "k", "v", "out", "lse")
+"""Arrays of a forward, in the order of ``Launch.pointers``."""
+
+_TENSOR_OF_MAP = {FORWARD.offsets[f"{tensor}_map"]: tensor for tensor in ("q", "k", "v", "out")}
+
+# CUresults that say "this cubin is no good here", as opposed to "something else is wrong".
+_CUBIN_REFUSED = (200, 209, 218, 222, 223, 300, 301, 500)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One launch of one kernel, complete.
+
+    Attributes:
+        spec: the kernel.
+        grid: blocks along x, y, z.
+        params: the parameter struct; tensor maps are still zero.
+        maps: the tensor maps to encode into it.
+        pointers: addresses of ``TENSORS``; 0 for a log-sum-exp that is not wanted.
+        stream: handle of the CUDA stream.
+    """
+
+    spec: KernelSpec
+    grid: tuple[int, int, int]
+    params: bytes
+    maps: tuple[TensorMapRequest, ...]
+    pointers: tuple[int, ...]
+    stream: int = 0
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        return self.spec.threads, 1, 1
+
+
+def forward_launch(
+    problem: Problem,
+    spec: KernelSpec,
+    device: DeviceInfo,
+    views: dict[str, TensorView],
+    stream: int = 0,
+) -> Launch:
+    """The launch that solves ``problem`` with ``spec``.
+
+    Args:
+        problem: what is to be computed; not empty.
+        spec: the chosen kernel.
+        device: where.
+        views: q, k, v, out in bshd order, and lse [batch, heads_q, seqlen_q] where wanted.
+        stream: handle of the CUDA stream.
+
+    Raises:
+        UnsupportedError: as ``plan_tiles``.
+    """
+    tiles = plan_tiles(problem, spec, device)
+    pointers = tuple(views[tensor].pointer if tensor in views else 0 for tensor in TENSORS)
+    values: dict[str, int | float] = dict(zip(TENSORS, pointers))
+    for tensor in ("q", "k", "v", "out"):
+        for axis, name in enumerate(("batch", "seqlen", "head")):
+            values[f"{tensor}_stride_{name}"] = views[tensor].strides[axis]
+    if "lse" in views:
+        values["lse_stride_batch"], values["lse_stride_head"], _ = views["lse"].strides
+    scale = problem.softmax_scale
+    assert scale is not None  # a Problem sets it when it is made
+    params = FORWARD.pack(
+        **values,
+        batch=problem.batch,
+        seqlen_q=problem.seqlen_q,
+        seqlen_kv=problem.seqlen_kv,
+        heads_q=problem.heads_q,
+        heads_kv=problem.heads_kv,
+        head_dim_qk=problem.head_dim_qk,
+        head_dim_v=problem.head_dim_v,
+        group=problem.group,
+        window_left=problem.window_left,
+        window_right=problem.window_right,
+        shift=problem.shift,
+        num_m_blocks=tiles.num_m_blocks,
+        num_tiles=tiles.num_tiles,
+        section_heads=tiles.section_heads,
+        softmax_scale=scale,
+        softmax_scale_log2=scale * math.log2(math.e),
+    )
+    return Launch(
+        spec=spec,
+        grid=(tiles.num_blocks, 1, 1),
+        params=bytes(params),
+        maps=_map_requests(spec, views),
+        pointers=pointers,
+        stream=stream,
+    )
+
+
+def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[TensorMapRequest, ...]:
+    requests = []
+    for plan in tensor_maps(spec):
+        view = views[plan.tensor]
+        if view.size == 0:  # no keys: the map stays zero and the kernel does not use it
+            continue
+        itemsize = view.dtype.itemsize
+        batch, seqlen, heads, head_dim = view.shape
+        order = (1, 2, 0)  # seqlen, heads, batch
+        requests.append(
+            TensorMapRequest(
+                offset=FORWARD.offsets[plan.field],
+                pointer=view.pointer,
+                element_bytes=itemsize,
+                dims=(head_dim, seqlen, heads, batch),
+                strides_bytes=tuple(
+                    _map_stride(
+                        view.shape[axis], view.strides[axis] * itemsize, head_dim * itemsize
+                    )
+                    for axis in order
+                ),
+                box=(plan.chunk, plan.rows, 1, 1),
+                swizzle=plan.swizzle,
+            )
+        )
+    return tuple(requests)
+
+
+def _map_stride(extent: int, stride_bytes: int, row_bytes: int) -> int:
+    """A stride fit for a tensor map: that of a dimension of size 1 may be anything, so it becomes
+    the size of a row, rounded up to the 16 bytes that a map demands."""
+    return stride_bytes if extent > 1 else -(-row_bytes // 16) * 16
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel, loaded onto one GPU for the rest of the process.
+
+    Attributes:
+        spec: what it is.
+        device_index: the GPU.
+        context: its primary context.
+        function: CUfunction, valid in that context.
+        origin: where the cubin came from.
+    """
+
+    spec: KernelSpec
+    device_index: int
+    context: int
+    function: int
+    origin: str
+
+
+_kernels: dict[tuple[KernelSpec, int], Kernel] = {}
+_kernels_lock = threading.Lock()
+
+
+def load_kernel(spec: KernelSpec, device_index: int, stream: int = 0) -> Kernel:
+    """The kernel of ``spec`` on a GPU, loaded at the first call.
+
+    Args:
+        spec: which kernel.
+        device_index: which GPU.
+        stream: where it is to run; asked only whether a graph is being captured.
+
+    Raises:
+        RuntimeError: it is not loaded yet and the stream is being captured.
+        MissingKernelError, CompileError: as ``CubinCache.get``.
+        DriverError: the driver refuses it.
+    """
+    kernel = _kernels.get((spec, device_index))
+    if kernel is not None:
+        return kernel
+    driver = drivers.default_driver()
+    if driver.is_capturing(device_index, stream):
+        raise RuntimeError(
+            f"{spec.name} is not loaded on GPU {device_index} yet, and a CUDA graph is being "
+            "captured on this stream; call attention once before the capture, with the same dtype, "
+            "head dimensions and mask"
+        )
+    with _kernels_lock:
+        kernel = _kernels.get((spec, device_index))
+        if kernel is None:
+            kernel = _kernels[spec, device_index] = _load(driver, spec, device_index)
+    return kernel
+
+
+def _load(driver: drivers.Driver, spec: KernelSpec, device_index: int) -> Kernel:
+    cache = default_cache()
+    entry = cache.get(spec)
+    try:
+        function = driver.load(device_index, entry.cubin, spec.name, spec.shared_bytes)
+    except DriverError as error:
+        if error.code not in _CUBIN_REFUSED or entry.origin == "compiled":
+            raise
+        cache.discard(spec, str(error))
+        entry = cache.get(spec)
+        function = driver.load(device_index, entry.cubin, spec.name, spec.shared_bytes)
+    return Kernel(spec, device_index, driver.context(device_index), function, entry.origin)
+
+
+class Plan:
+    """A launch on a GPU with all but its stream and addresses settled.
+
+    Args:
+        kernel: the loaded kernel.
+        launch: a launch of it; its stream and addresses are not used.
+    """
+
+    def __init__(self, kernel: Kernel, launch: Launch) -> None:
+        self.kernel = kernel
+        self.launch = launch
+        self.prepared = prepare(kernel, launch)
+        driver = drivers.default_driver()
+        self.driver = driver
+        self._function = driver.launch_function
+        self._pack = drivers.pack_all_arguments
+        self._address = self.prepared.address
+
+    def run(self, stream: int, q: int, k: int, v: int, out: int, lse: int) -> None:
+        """Launches with these addresses on ``stream``; does not wait."""
+        result = self._function(self._address, self._pack(stream, q, k, v, out, lse, 0, 0, 0))
+        if result:
+            self.driver.raise_for_launch(result)
+
+
+def prepare(kernel: Kernel, launch: Launch) -> PreparedLaunch:
+    """The launch as libcupyflash reads it."""
+    return PreparedLaunch(
+        context=kernel.context,
+        function=kernel.function,
+        grid=launch.grid,
+        block=launch.block,
+        cluster=launch.spec.cluster,
+        shared_bytes=launch.spec.shared_bytes,
+        params=launch.params,
+        pointer_offsets=[FORWARD.offsets[tensor] for tensor in TENSORS],
+        maps=[
+            TensorMap(
+                offset=request.offset,
+                pointer_idx=TENSORS.index(_TENSOR_OF_MAP[request.offset]),
+                dtype=launch.spec.dtype,
+                dims=request.dims,
+                strides_bytes=request.strides_bytes,
+                box=request.box,
+                swizzle=request.swizzle,
+            )
+            for request in launch.maps
+        ],
+    )
+
+
+class CudaBackend:
+    """Runs launches on a GPU."""
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self.info = drivers.default_driver().device_info(device_index)
+
+    def plan(self, launch: Launch) -> Plan:
+        """Loads the kernel, compiling it if it must be, and settles the launch."""
+        kernel = load_kernel(launch.spec, self.device_index, launch.stream)
+        announce(launch.spec, f"GPU {self.device_index} ({self.info.name})", kernel.origin)
+        return Plan(kernel, launch)
+
+    def run(self, launch: Launch) -> None:
+        self.plan(launch).run(launch.stream, *launch.pointers)
+
+
+class EmulatedBackend:
+    """Runs launches on the CPU emulator; faults are raised when the launch returns."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self.info: DeviceInfo = device.info
+
+    def run(self, launch: Launch) -> None:
+        announce(launch.spec, f"emulated {launch.spec.target}", "g++")
+        self._device.run(launch)
+
+
+_announced: set[tuple[KernelSpec, str]] = set()
+
+
+def announce(spec: KernelSpec, place: str, origin: str) -> None:
+    """One INFO line for the first use of a kernel in a place."""
+    configure_logging()
+    if (spec, place) not in _announced:
+        _announced.add((spec, place))
+        logger.info("%s for %s serves on %s; cubin: %s", spec.name, spec.target, place, origin)
+
+
+@functools.lru_cache(maxsize=1)
+def configure_logging() -> None:
+    """Does what CUPYFLASH_LOG asks for, at the first use of a kernel: a level name sends the
+    logger "cupyflash" to standard error."""
+    level = os.environ.get("CUPYFLASH_LOG")
+    if not level:
+        return
+    number = logging.getLevelName(level.upper())
+    if not isinstance(number, int):
+        raise ValueError(f"CUPYFLASH_LOG={level}: expected debug, info, warning or error")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("cupyflash: %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(number)
+
+
+class InFlight:
+    """Objects held until the GPU has passed the point at which they were handed over.
+
+    For arrays whose owner does not know that a kernel is reading them (memory imported through
+    DLPack may be reused by its owner once the import is dropped). Nothing waits: what is done is
+    let go at the next call.
+    """
+
+    def __init__(self) -> None:
+        self._held: collections.deque[tuple[drivers.Event, Sequence[Any]]] = collections.deque()
+        self._lock = threading.Lock()
+
+    def hold(self, device_index: int, stream: int, objects: Sequence[Any]) -> None:
+        """Keeps ``objects`` until everything enqueued on ``stream`` so far is done."""
+        driver = drivers.default_driver()
+        self.release()
+        if driver.is_capturing(device_index, stream):
+            return  # a graph's memory is for whoever captures it to keep
+        event = driver.record(device_index, stream)
+        with self._lock:
+            self._held.append((event, objects))
+
+    def release(self) -> None:
+        """Lets go of what the GPU is done with, in the order of the calls."""
+        while True:
+            with self._lock:
+                if not self._held or not self._held[0][0].is_reached():
+                    return
+                event, objects = self._held.popleft()
+            event.destroy()
+            del objects
+
+
+in_flight = InFlight()

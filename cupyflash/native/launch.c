@@ -1,0 +1,296 @@
+/* libcupyflash: loads compiled kernels and launches them.
+ *
+ * Plain C11 with no Python ABI, linked to nothing: the entry points of the CUDA driver are passed in
+ * by cf_initialize, so one binary serves every Python and every driver. The few driver types used
+ * are declared here by value, as the driver's ABI fixes them.
+ *
+ * A kernel takes one parameter struct by value, tensor maps first. What never changes between calls
+ * of one configuration is a CfLaunch, prepared once by Python and read-only from then on; what does
+ * change (stream and array addresses) is a CfArguments, one a call. cf_launch copies the parameter
+ * struct to its stack, fills in addresses, encodes the tensor maps and launches. No state but the
+ * driver table is kept, so any number of threads may launch at once, from one CfLaunch too.
+ *
+ * Every function returns a CUresult (0 is success) or one of the CF_ERROR codes below.
+ */
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#define CF_EXPORT __attribute__((visibility("default")))
+
+enum {
+    CF_VERSION = 1,
+    CF_MAX_POINTERS = 8,
+    CF_MAX_MAPS = 8,
+    CF_MAX_RANK = 5,
+    CF_MAX_PARAMS_BYTES = 4096,    /* what every driver accepts as kernel parameters */
+    CF_TENSOR_MAP_BYTES = 128,
+
+    CF_ERROR_STRUCT = -1,          /* struct_bytes or a count does not fit this library */
+    CF_ERROR_NOT_INITIALIZED = -2, /* cf_initialize was not called */
+    CF_ERROR_NO_ENTRY_POINT = -3,  /* the driver is too old for this kernel */
+};
+
+static const uint32_t CF_NO_POINTER = UINT32_MAX;
+
+/* ---- the part of the driver's ABI that we use (cuda.h) ---------------------------------------- */
+
+typedef int CUresult;
+typedef int CUdevice;
+typedef void *CUcontext;
+typedef void *CUstream;
+typedef void *CUfunction;
+typedef void *CUkernel;
+typedef void *CUlibrary;
+typedef void *CUmodule;
+
+enum {
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8,
+    CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
+    CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
+    CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+    CU_TENSOR_MAP_INTERLEAVE_NONE = 0,
+    CU_TENSOR_MAP_L2_PROMOTION_256B = 3,
+    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0, /* elements outside the tensor read as zero */
+};
+
+typedef struct {
+    int id;
+    char pad[4];
+    union {
+        char pad[64];
+        uint32_t cluster[3];
+        int enabled;
+    } value;
+} CUlaunchAttribute;
+
+typedef struct {
+    uint32_t grid[3];
+    uint32_t block[3];
+    uint32_t shared_bytes;
+    CUstream stream;
+    CUlaunchAttribute *attributes;
+    uint32_t num_attributes;
+} CUlaunchConfig;
+
+_Static_assert(sizeof(CUlaunchAttribute) == 72, "CUlaunchAttribute of cuda.h");
+_Static_assert(sizeof(CUlaunchConfig) == 56, "CUlaunchConfig of cuda.h");
+
+/* Entry points, in the order of DRIVER_TABLE in driver.py. Those marked optional may be null. */
+typedef struct {
+    CUresult (*ctx_get_current)(CUcontext *);
+    CUresult (*ctx_push_current)(CUcontext);
+    CUresult (*ctx_pop_current)(CUcontext *);
+    CUresult (*thread_exchange_stream_capture_mode)(int *);
+    CUresult (*module_load_data)(CUmodule *, const void *);
+    CUresult (*module_get_function)(CUfunction *, CUmodule, const char *);
+    CUresult (*func_set_attribute)(CUfunction, int, int);
+    CUresult (*launch_kernel)(CUfunction, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t, uint32_t,
+                              uint32_t, CUstream, void **, void **);
+    CUresult (*library_load_data)(CUlibrary *, const void *, void *, void *, uint32_t, void *, void *,
+                                  uint32_t);                                   /* optional: 12.0 */
+    CUresult (*library_get_kernel)(CUkernel *, CUlibrary, const char *);       /* optional: 12.0 */
+    CUresult (*kernel_get_function)(CUfunction *, CUkernel);                   /* optional: 12.0 */
+    CUresult (*func_load)(CUfunction);                                         /* optional: 12.4 */
+    CUresult (*launch_kernel_ex)(const CUlaunchConfig *, CUfunction, void **, void **);
+                                                                               /* optional: 11.8 */
+    CUresult (*tensor_map_encode_tiled)(void *, int, uint32_t, void *, const uint64_t *,
+                                        const uint64_t *, const uint32_t *, const uint32_t *, int, int,
+                                        int, int);                             /* optional: 12.0 */
+} CfDriver;
+
+static CfDriver driver;
+static int driver_is_set;
+
+/* ---- structs shared with driver.py (field order and padding are checked there) ----------------- */
+
+/* One tensor map: which address it starts from and what it covers. */
+typedef struct {
+    uint32_t params_offset;           /* of the 128-byte map in the parameter struct */
+    uint32_t pointer_idx;             /* its base address is CfArguments.pointers[pointer_idx] */
+    uint32_t data_type;               /* CUtensorMapDataType */
+    uint32_t swizzle;                 /* CUtensorMapSwizzle */
+    uint32_t rank;
+    uint32_t box[CF_MAX_RANK];        /* elements */
+    uint64_t dims[CF_MAX_RANK];       /* elements, fastest first */
+    uint64_t strides[CF_MAX_RANK - 1]; /* bytes, of dims[1] and on */
+} CfTensorMap;
+
+/* All of a launch that does not change between calls. */
+typedef struct {
+    uint32_t struct_bytes;            /* sizeof(CfLaunch): guards against another layout */
+    uint32_t flags;                   /* bit 0: programmatic dependent launch */
+    CUcontext context;                /* made current for the call, the previous one restored */
+    CUfunction function;
+    uint32_t grid[3];
+    uint32_t block[3];
+    uint32_t cluster;                 /* blocks along x; 0 or 1: none, or fixed at compile time */
+    uint32_t shared_bytes;
+    const void *params;               /* the parameter struct; addresses and maps not yet filled in */
+    uint32_t params_bytes;
+    uint32_t num_pointers;
+    uint32_t num_maps;
+    uint32_t pointer_offsets[CF_MAX_POINTERS]; /* in params; CF_NO_POINTER: only a map uses it */
+    uint32_t reserved;
+    CfTensorMap maps[CF_MAX_MAPS];
+} CfLaunch;
+
+/* The rest: one a call. A null pointer stays null in the parameter struct. */
+typedef struct {
+    CUstream stream;
+    uint64_t pointers[CF_MAX_POINTERS];
+} CfArguments;
+
+CF_EXPORT int cf_version(void) { return CF_VERSION; }
+
+CF_EXPORT uint32_t cf_launch_bytes(void) { return (uint32_t)sizeof(CfLaunch); }
+
+CF_EXPORT uint32_t cf_tensor_map_bytes(void) { return (uint32_t)sizeof(CfTensorMap); }
+
+CF_EXPORT uint32_t cf_arguments_bytes(void) { return (uint32_t)sizeof(CfArguments); }
+
+CF_EXPORT int cf_initialize(const CfDriver *table, uint32_t table_bytes) {
+    if (table_bytes != sizeof(CfDriver)) return CF_ERROR_STRUCT;
+    driver = *table;
+    driver_is_set = 1;
+    return 0;
+}
+
+/* Makes `context` current on this thread; *pushed says whether leave() has something to undo. */
+static CUresult enter(CUcontext context, int *pushed) {
+    CUcontext current = NULL;
+    *pushed = 0;
+    CUresult result = driver.ctx_get_current(&current);
+    if (result != 0 || current == context) return result;
+    result = driver.ctx_push_current(context);
+    *pushed = result == 0;
+    return result;
+}
+
+static void leave(int pushed) {
+    CUcontext popped;
+    if (pushed) driver.ctx_pop_current(&popped);
+}
+
+static CUresult load_function(const void *cubin, const char *name, CUfunction *function) {
+    CUresult result;
+    if (driver.library_load_data && driver.library_get_kernel && driver.kernel_get_function) {
+        CUlibrary library;
+        CUkernel kernel;
+        result = driver.library_load_data(&library, cubin, NULL, NULL, 0, NULL, NULL, 0);
+        if (result == 0) result = driver.library_get_kernel(&kernel, library, name);
+        if (result == 0) result = driver.kernel_get_function(function, kernel);
+    } else {
+        CUmodule module;
+        result = driver.module_load_data(&module, cubin);
+        if (result == 0) result = driver.module_get_function(function, module, name);
+    }
+    return result;
+}
+
+/* Loads `cubin` into `context` and returns the handle of its kernel `name`, ready to launch with
+ * `shared_bytes` of dynamic shared memory. What is loaded stays loaded until the process ends.
+ *
+ * Another thread may be capturing a graph in global mode, which a module load would invalidate; the
+ * relaxed mode for this thread prevents that. func_load defeats lazy loading, which would otherwise
+ * load the code at the first launch, perhaps in a capture. */
+CF_EXPORT int cf_load(CUcontext context, const void *cubin, const char *name, uint32_t shared_bytes,
+                      CUfunction *function) {
+    if (!driver_is_set) return CF_ERROR_NOT_INITIALIZED;
+    int pushed;
+    CUresult result = enter(context, &pushed);
+    if (result != 0) return result;
+    int mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    driver.thread_exchange_stream_capture_mode(&mode);
+    result = load_function(cubin, name, function);
+    if (result == 0 && driver.func_load) result = driver.func_load(*function);
+    if (result == 0) {
+        result = driver.func_set_attribute(*function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                           (int)shared_bytes);
+    }
+    driver.thread_exchange_stream_capture_mode(&mode);
+    leave(pushed);
+    return result;
+}
+
+static CUresult encode_map(const CfTensorMap *map, uint64_t pointer, void *target) {
+    static const uint32_t element_strides[CF_MAX_RANK] = {1, 1, 1, 1, 1};
+    if (!driver.tensor_map_encode_tiled) return CF_ERROR_NO_ENTRY_POINT;
+    return driver.tensor_map_encode_tiled(
+        target, (int)map->data_type, map->rank, (void *)(uintptr_t)pointer, map->dims, map->strides,
+        map->box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, (int)map->swizzle,
+        CU_TENSOR_MAP_L2_PROMOTION_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+/* Writes the finished parameter struct to `params`, which must be 64-byte aligned (a tensor map is
+ * encoded in place). */
+CF_EXPORT int cf_encode(const CfLaunch *launch, const CfArguments *arguments, void *params) {
+    if (!driver_is_set) return CF_ERROR_NOT_INITIALIZED;
+    if (launch->struct_bytes != sizeof(CfLaunch) || launch->params_bytes > CF_MAX_PARAMS_BYTES ||
+        launch->num_maps > CF_MAX_MAPS || launch->num_pointers > CF_MAX_POINTERS) {
+        return CF_ERROR_STRUCT;
+    }
+    memcpy(params, launch->params, launch->params_bytes);
+    for (uint32_t idx = 0; idx < launch->num_pointers; ++idx) {
+        uint32_t offset = launch->pointer_offsets[idx];
+        if (offset == CF_NO_POINTER) continue;
+        if (offset + sizeof(uint64_t) > launch->params_bytes) return CF_ERROR_STRUCT;
+        memcpy((char *)params + offset, &arguments->pointers[idx], sizeof(uint64_t));
+    }
+    for (uint32_t idx = 0; idx < launch->num_maps; ++idx) {
+        const CfTensorMap *map = &launch->maps[idx];
+        if ((size_t)map->params_offset + CF_TENSOR_MAP_BYTES > launch->params_bytes ||
+            map->pointer_idx >= launch->num_pointers || map->rank > CF_MAX_RANK) {
+            return CF_ERROR_STRUCT;
+        }
+        CUresult result = encode_map(map, arguments->pointers[map->pointer_idx],
+                                     (char *)params + map->params_offset);
+        if (result != 0) return result;
+    }
+    return 0;
+}
+
+static CUresult launch_encoded(const CfLaunch *launch, CUstream stream, void *params) {
+    void *arguments[1] = {params};
+    CUlaunchAttribute attributes[2] = {{0}, {0}};
+    CUlaunchConfig config = {
+        .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
+        .block = {launch->block[0], launch->block[1], launch->block[2]},
+        .shared_bytes = launch->shared_bytes,
+        .stream = stream,
+        .attributes = attributes,
+    };
+    if (launch->cluster > 1) {
+        CUlaunchAttribute *attribute = &attributes[config.num_attributes++];
+        attribute->id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+        attribute->value.cluster[0] = launch->cluster;
+        attribute->value.cluster[1] = 1;
+        attribute->value.cluster[2] = 1;
+    }
+    if (launch->flags & 1u) {
+        CUlaunchAttribute *attribute = &attributes[config.num_attributes++];
+        attribute->id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute->value.enabled = 1;
+    }
+    if (driver.launch_kernel_ex) {
+        return driver.launch_kernel_ex(&config, launch->function, arguments, NULL);
+    }
+    if (config.num_attributes != 0) return CF_ERROR_NO_ENTRY_POINT;
+    return driver.launch_kernel(launch->function, config.grid[0], config.grid[1], config.grid[2],
+                                config.block[0], config.block[1], config.block[2],
+                                config.shared_bytes, stream, arguments, NULL);
+}
+
+/* Launches on arguments->stream of the launch's context. The thread's current context is the same
+ * afterwards, whatever the outcome. Does not synchronise and allocates nothing. */
+CF_EXPORT int cf_launch(const CfLaunch *launch, const CfArguments *arguments) {
+    _Alignas(64) char params[CF_MAX_PARAMS_BYTES];
+    int result = cf_encode(launch, arguments, params);
+    if (result != 0) return result;
+    int pushed;
+    result = enter(launch->context, &pushed);
+    if (result != 0) return result;
+    result = launch_encoded(launch, arguments->stream, params);
+    leave(pushed);
+    return result;
+}

@@ -1,0 +1,341 @@
+"""Exact attention in float64: the definition of correct that every other path is tested against.
+
+Arrays are NumPy arrays of any floating type, shaped [batch, seqlen, heads, head_dim]. Everything is
+computed row by row in float64, without tiles, without an online softmax and without a single trick,
+so that this file can be checked by reading it. It imports NumPy and nothing else.
+
+What it defines, for query row i and key j of one (batch, head):
+
+    s_ij  = softmax_scale * <q_i, k_j>;  with softcap c > 0:  s_ij = c * tanh(s_ij / c)
+    p_ij  = exp(s_ij - lse_i)   for the keys that row i may see,  0 for every other key
+    lse_i = log(sum over the visible j of exp(s_ij))
+    out_i = sum over the visible j of p_ij * v_j
+
+Key j is visible to row i iff ``i + shift - left <= j <= i + shift + right``; a bound that is None
+does not exist. Three consequences are part of the contract:
+
+* A row that sees no key has ``out = 0`` and ``lse = -inf``. So has a row whose visible scores are
+  all -inf: both are a sum over nothing.
+* A hidden key contributes nothing, whatever its K and V hold: there is no 0 * NaN.
+* A visible NaN, or a visible score of +inf, makes the whole row NaN, and its lse too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = [
+    "Comparison",
+    "attention",
+    "compare",
+    "merge",
+    "mismatch",
+    "rounded_attention",
+    "unit_roundoff",
+    "visible_keys",
+]
+
+# Rows handled at a time: bounds the memory to a few hundred MB at 120,000 keys.
+_ROWS = 128
+
+
+def visible_keys(
+    rows: NDArray[np.int64], seqlen_kv: int, left: int | None, right: int | None, shift: int
+) -> NDArray[np.bool_]:
+    """Which keys each query row may see.
+
+    Args:
+        rows: query indices, shape [rows].
+        seqlen_kv: number of keys.
+        left: keys visible before the diagonal, inclusive count; None for all of them.
+        right: keys visible after the diagonal, inclusive count; None for all of them.
+        shift: the key on the diagonal of row i is i + shift.
+
+    Returns:
+        A boolean array [rows, seqlen_kv].
+    """
+    distance = np.arange(seqlen_kv)[None, :] - (rows[:, None] + int(shift))
+    visible = np.ones(distance.shape, bool)
+    if left is not None:
+        visible &= distance >= -int(left)
+    if right is not None:
+        visible &= distance <= int(right)
+    return visible
+
+
+def attention(
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    *,
+    left: int | None = None,
+    right: int | None = None,
+    shift: int = 0,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Attention as this module's docstring defines it.
+
+    Args:
+        q: queries [batch, seqlen_q, heads_q, head_dim_qk].
+        k: keys [batch, seqlen_kv, heads_kv, head_dim_qk]; heads_q is a multiple of heads_kv, and
+            query head h reads key head h // (heads_q // heads_kv).
+        v: values [batch, seqlen_kv, heads_kv, head_dim_v].
+        left, right, shift: the mask, see :func:`visible_keys`.
+        softmax_scale: factor on the scores; None is head_dim_qk ** -0.5.
+        softcap: bound on the scores through tanh; 0 is no bound.
+
+    Returns:
+        out [batch, seqlen_q, heads_q, head_dim_v] and lse [batch, heads_q, seqlen_q], float64.
+    """
+    return _attention(q, k, v, left, right, shift, softmax_scale, softcap, np.float64, None)
+
+
+def rounded_attention(
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    *,
+    left: int | None = None,
+    right: int | None = None,
+    shift: int = 0,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> tuple[NDArray, NDArray[np.float32]]:
+    """The same attention as a plain framework computes it in the input's own precision.
+
+    Scores and softmax are float32 (float64 for float64 input), the probabilities are rounded to the
+    input's type before they meet V, and the output is rounded to the input's type. Its distance
+    from :func:`attention` is what the input's precision costs; a fused kernel is right when it does
+    not do much worse, see :func:`compare`.
+
+    Args: as :func:`attention`.
+
+    Returns:
+        out in q's dtype and lse, shaped as :func:`attention` returns them.
+    """
+    working = np.float64 if q.dtype == np.float64 else np.float32
+    out, lse = _attention(q, k, v, left, right, shift, softmax_scale, softcap, working, q.dtype)
+    return out.astype(q.dtype), lse
+
+
+def _attention(
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    left: int | None,
+    right: int | None,
+    shift: int,
+    softmax_scale: float | None,
+    softcap: float,
+    working: type,
+    rounding: np.dtype | None,
+) -> tuple[NDArray, NDArray]:
+    """Attention computed in the type ``working``; probabilities rounded to ``rounding``, if any."""
+    batch, seqlen_q, heads_q, head_dim = q.shape
+    seqlen_kv, heads_kv = k.shape[1], k.shape[2]
+    group = heads_q // heads_kv
+    scale = working(head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    out: NDArray = np.zeros((batch, seqlen_q, heads_q, v.shape[3]), working)
+    lse: NDArray = np.full((batch, heads_q, seqlen_q), -np.inf, working)
+    if seqlen_kv == 0:
+        return out, lse
+    with np.errstate(all="ignore"):
+        for b, h in np.ndindex(batch, heads_q):
+            keys: NDArray = k[b, :, h // group].astype(working)
+            values: NDArray = v[b, :, h // group].astype(working)
+            for start in range(0, seqlen_q, _ROWS):
+                rows = np.arange(start, min(start + _ROWS, seqlen_q))
+                scores = (q[b, rows, h].astype(working) @ keys.T) * scale
+                if softcap:
+                    scores = working(softcap) * np.tanh(scores / working(softcap))
+                visible = visible_keys(rows, seqlen_kv, left, right, shift)
+                out[b, rows, h], lse[b, h, rows] = _softmax_times(
+                    np.where(visible, scores, -np.inf), visible, values, rounding
+                )
+    return out, lse
+
+
+def _softmax_times(
+    scores: NDArray, visible: NDArray[np.bool_], values: NDArray, rounding: np.dtype | None
+) -> tuple[NDArray, NDArray]:
+    """softmax(scores) @ values and its log-sum-exp; scores are -inf at hidden keys."""
+    row_max = scores.max(axis=1, keepdims=True)
+    empty = row_max == -np.inf
+    weights = np.exp(scores - np.where(empty, 0, row_max))
+    row_sum = weights.sum(axis=1, keepdims=True)
+    lse = (row_max + np.log(row_sum))[:, 0]
+    probabilities = weights / np.where(empty, 1, row_sum)
+    if rounding is not None:
+        probabilities = probabilities.astype(rounding).astype(weights.dtype)
+    out = _times_visible(probabilities, visible, values)
+    return np.where(empty, 0, out), lse
+
+
+def _times_visible(probabilities: NDArray, visible: NDArray[np.bool_], values: NDArray) -> NDArray:
+    """probabilities @ values where a hidden key counts for nothing, even if its value is NaN."""
+    special = np.flatnonzero(~np.isfinite(values).all(axis=1))
+    finite = values.copy()
+    finite[special] = 0
+    out = probabilities @ finite
+    for j in special:
+        rows = visible[:, j]
+        out[rows] += probabilities[rows, j, None] * values[j]
+    return out
+
+
+def merge(
+    outs: list[NDArray], lses: list[NDArray]
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The attention over the union of disjoint key sets, from the attention over each of them.
+
+    lse = log(sum_p exp(lse_p)) and out = sum_p exp(lse_p - lse) * out_p. A part that saw no key
+    (lse_p = -inf) counts for nothing; where no part saw one, out is 0 and lse is -inf.
+
+    Args:
+        outs: parts [batch, seqlen, heads, head_dim] or packed [total, heads, head_dim].
+        lses: their natural log-sum-exps [batch, heads, seqlen] or [heads, total].
+
+    Returns:
+        The merged out and lse, float64.
+    """
+    logs = np.stack([np.asarray(lse, np.float64) for lse in lses])
+    row_max = logs.max(axis=0)
+    anchor = np.where(row_max == -np.inf, 0, row_max)
+    with np.errstate(divide="ignore"):
+        lse = anchor + np.log(np.exp(logs - anchor).sum(axis=0))
+    out = np.zeros(outs[0].shape, np.float64)
+    for part, log in zip(outs, logs, strict=True):
+        weight = np.swapaxes(np.exp(log - np.where(row_max == -np.inf, 0, lse)), -1, -2)[..., None]
+        out += np.where(weight == 0, 0, weight * np.asarray(part, np.float64))
+    return out, lse
+
+
+# -- comparing a result with the reference ---------------------------------------------------------
+
+
+def unit_roundoff(dtype: np.dtype) -> float:
+    """Largest relative error of rounding to dtype: 2**-11 for float16, 2**-8 for bfloat16."""
+    if np.dtype(dtype).name == "bfloat16":
+        return 2.0**-8
+    return float(np.finfo(dtype).eps) / 2
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a result is from the reference, and how far it may be.
+
+    Attributes:
+        error: largest absolute difference in out.
+        bound: what error may be: twice the error of :func:`rounded_attention` plus a floor.
+        lse_error: largest absolute difference in lse, 0 when there was none to compare.
+        lse_bound: what lse_error may be.
+        problem: what is wrong, or None.
+    """
+
+    error: float
+    bound: float
+    lse_error: float
+    lse_bound: float
+    problem: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+
+def compare(
+    out: NDArray,
+    lse: NDArray | None,
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    *,
+    left: int | None = None,
+    right: int | None = None,
+    shift: int = 0,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+) -> Comparison:
+    """Hold a result against the reference, with a tolerance made for these very inputs.
+
+    NaN and infinities must be where the reference has them; only then are magnitudes compared. The
+    bound on out is twice the error of :func:`rounded_attention` plus a floor: two roundings of the
+    largest output for 16-bit types, because a kernel may round a probability and the output where
+    the plain computation happens to be exact; 64 roundings of the largest value for float32 and
+    float64, where the order of the additions decides. The bound on lse is twice that error + 1e-4
+    (the hardware's exp2 and log2 are approximate) + 4 float32 ulps.
+
+    Args:
+        out, lse: the result; lse may be None.
+        q, k, v, left, right, shift, softmax_scale, softcap: what it was computed from.
+
+    Returns:
+        A Comparison; ``problem`` is None if the result is right.
+    """
+    options: dict[str, Any] = {
+        "left": left,
+        "right": right,
+        "shift": shift,
+        "softmax_scale": softmax_scale,
+        "softcap": softcap,
+    }
+    expected, expected_lse = attention(q, k, v, **options)
+    rounded, rounded_lse = rounded_attention(q, k, v, **options)
+    if np.dtype(q.dtype).itemsize == 2:
+        floor = 2 * unit_roundoff(q.dtype) * _largest(expected)
+    else:
+        floor = 64 * unit_roundoff(q.dtype) * _largest(v)
+    bound = 2 * _distance(rounded, expected) + floor
+    lse_floor = 1e-4 + 4 * 2.0**-23 * _largest(expected_lse)
+    lse_bound = 2 * _distance(rounded_lse, expected_lse) + lse_floor
+    problem = mismatch("out", out, expected, bound)
+    if problem is None and lse is not None:
+        problem = mismatch("lse", lse, expected_lse, lse_bound)
+    lse_error = 0.0 if lse is None else _distance(lse, expected_lse)
+    return Comparison(_distance(out, expected), bound, lse_error, lse_bound, problem)
+
+
+def _largest(x: NDArray) -> float:
+    """Largest finite magnitude, 0 if there is none."""
+    x = np.asarray(x).astype(np.float64)
+    return float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
+
+
+def _distance(actual: NDArray, expected: NDArray) -> float:
+    """Largest |actual - expected| over the positions where both are finite."""
+    if np.shape(actual) != expected.shape:
+        return float("inf")
+    actual = np.asarray(actual).astype(np.float64)
+    finite = np.isfinite(actual) & np.isfinite(expected)
+    return float(np.abs(np.where(finite, actual, 0) - np.where(finite, expected, 0)).max(initial=0))
+
+
+def mismatch(name: str, actual: ArrayLike, expected: NDArray, bound: float) -> str | None:
+    """Describe the first way in which actual is not expected to within bound; None if it is."""
+    actual = np.asarray(actual)
+    if actual.shape != expected.shape:
+        return f"{name}: shape {actual.shape}, expected {expected.shape}"
+    actual = actual.astype(np.float64)
+    for what, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        wrong = test(actual) != test(expected)
+        if wrong.any():
+            index = tuple(int(i) for i in np.argwhere(wrong)[0])
+            return (
+                f"{name}: {int(wrong.sum())} of {wrong.size} positions disagree about {what}, first"
+                f" at {index}: got {actual[index]}, expected {expected[index]}"
+            )
+    with np.errstate(invalid="ignore"):
+        distance = np.where(np.isfinite(expected), np.abs(actual - expected), 0)
+    if distance.size and distance.max() > bound:
+        index = tuple(int(i) for i in np.unravel_index(distance.argmax(), distance.shape))
+        return (
+            f"{name}: {int((distance > bound).sum())} of {distance.size} positions off by more than"
+            f" {bound:.3g}, worst at {index}: got {actual[index]:.6g}, expected"
+            f" {expected[index]:.6g}, error {distance[index]:.3g}"
+        )
+    return None

@@ -1,0 +1,452 @@
+"""Which kernel serves a problem on a device: candidates, rules and choice as data.
+
+``candidates`` lists every kernel that could be considered, in order of preference. Two lists of
+named rules say what each must satisfy; ``select`` returns the first that satisfies all, with the
+first broken rule of every other, and ``explain`` prints that. Nothing here touches a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cupyflash.errors import UnsupportedError
+from cupyflash.problem import DeviceInfo, Problem
+from cupyflash.tensor import DType
+from cupyflash.tuning import DTYPES, FAMILIES, Family, Tile
+
+logger = logging.getLogger("cupyflash")
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+MAX_TILES = 2**31 - 2**16  # 32-bit tile indices that a persistent block steps past the last one
+
+# Blocks at work for each idle one of a cluster; multicast gains about as much (tuning.py).
+_LEAST_BUSY = 16
+
+_DEFAULT_TARGET = {"sm80": "sm_80", "sm90": "sm_90a", "sm100": "sm_100f"}
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One compiled kernel, completely: everything that its translation unit depends on.
+
+    Attributes:
+        kernel: what it computes ("forward").
+        family: the code that it is made of ("sm80", "sm90", "sm100").
+        target: what it is compiled for ("sm_80", "sm_90a", "sm_100f", "sm_120", ...).
+        dtype: element type of q, k, v and out.
+        head_dim_qk, head_dim_v: padded tile widths.
+        mask: "none" (only the end of the keys), "causal" (right bound), "window" (both bounds).
+        block_m, block_n, stages: queries and keys of a tile, slots of the K and V rings.
+        threads, min_blocks, cluster: launch bounds.
+        scheduler: "single" (one tile a block) or "persistent".
+        shared_bytes: dynamic shared memory of a block.
+        options: the family's own parameters, (name, value).
+    """
+
+    kernel: str
+    family: str
+    target: str
+    dtype: DType
+    head_dim_qk: int
+    head_dim_v: int
+    mask: str
+    block_m: int
+    block_n: int
+    stages: int
+    threads: int
+    min_blocks: int
+    cluster: int
+    scheduler: str
+    shared_bytes: int
+    options: tuple[tuple[str, int], ...]
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Readable name, also the kernel's symbol: forward_sm90_bf16_d128_m128n128s2_causal."""
+        width = f"d{self.head_dim_qk}"
+        if self.head_dim_v != self.head_dim_qk:
+            width += f"v{self.head_dim_v}"
+        tile = f"m{self.block_m}n{self.block_n}s{self.stages}"
+        if self.cluster != 1:
+            tile += f"c{self.cluster}"
+        parts = [self.kernel, self.family, self.dtype.short, width, tile]
+        defaults = {option.name: option for option in FAMILIES[self.family].options}
+        for name, value in self.options:
+            option = defaults[name]
+            if option.tag is not None and value != option.default:
+                parts.append(f"{option.tag}{value}")
+        return "_".join([*parts, self.mask])
+
+
+@dataclass(frozen=True)
+class MapPlan:
+    """How one tensor map of a kernel is cut: boxes of ``rows`` x ``chunk`` elements.
+
+    Attributes:
+        field: member of the parameter struct.
+        tensor: "q", "k", "v" or "out".
+        chunk: elements of head_dim in a box, one swizzle span.
+        rows: sequence positions in a box.
+        swizzle: span in bytes.
+    """
+
+    field: str
+    tensor: str
+    chunk: int
+    rows: int
+    swizzle: int
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A kernel that may serve a problem, with the row of ``tuning.py`` that it is made from."""
+
+    family: Family
+    tile: Tile
+    spec: KernelSpec
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The kernel that serves a problem, and why no other does.
+
+    Attributes:
+        spec: the chosen kernel.
+        rejections: (candidate, first condition that ruled it out) for every other.
+    """
+
+    spec: KernelSpec
+    rejections: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A named condition: ``broken_by`` returns None when it holds, otherwise why it does not."""
+
+    name: str
+    broken_by: Callable[[Problem, DeviceInfo, Candidate], str | None]
+
+
+def spec_for(
+    family: Family, tile: Tile, target: str, dtype: DType, mask: str, kernel: str = "forward"
+) -> KernelSpec:
+    """The kernel of one row of ``tuning.py``, for an element type, a mask kind and a target."""
+    return KernelSpec(
+        kernel=kernel,
+        family=family.name,
+        target=target,
+        dtype=dtype,
+        head_dim_qk=tile.head_dim_qk,
+        head_dim_v=tile.head_dim_v,
+        mask=mask,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        stages=tile.stages,
+        threads=tile.threads,
+        min_blocks=tile.min_blocks,
+        cluster=tile.cluster,
+        scheduler=tile.scheduler,
+        shared_bytes=family.shared_bytes(tile),
+        options=family.option_values(tile),
+    )
+
+
+def target_for(family: str, capability: tuple[int, int]) -> str | None:
+    """What ``family`` is compiled for on a device, or None when it cannot run there.
+
+    A cubin runs on its own capability and on later minors of the same major; ``a`` targets on
+    theirs alone, ``f`` targets on the later minors of their family.
+    """
+    major, minor = capability
+    if family == "sm90":
+        return "sm_90a" if capability == (9, 0) else None
+    if family == "sm100":
+        return "sm_100f" if capability in ((10, 0), (10, 3)) else None
+    if major < 8:
+        return None
+    if major in (8, 12):
+        return f"sm_{major}0"
+    return f"sm_{major}{minor}"
+
+
+def candidates(problem: Problem, device: DeviceInfo) -> tuple[Candidate, ...]:
+    """Every kernel that could be considered, the preferred first, whether it fits or not."""
+    found = []
+    for family in FAMILIES.values():
+        target = target_for(family.name, device.capability) or _DEFAULT_TARGET[family.name]
+        for tile in family.tiles:
+            spec = spec_for(family, tile, target, problem.dtype, problem.mask_kind)
+            found.append(Candidate(family, tile, spec))
+    return tuple(found)
+
+
+def select(problem: Problem, device: DeviceInfo) -> Choice:
+    """The preferred kernel that satisfies every rule.
+
+    Raises:
+        UnsupportedError: there is none; the message lists each candidate with the first condition
+            that ruled it out.
+    """
+    chosen: KernelSpec | None = None
+    rejections: list[tuple[str, str]] = []
+    for label, spec, reason in _judge(problem, device):
+        if reason is None and chosen is None:
+            chosen = spec
+        elif reason is None:
+            assert chosen is not None  # for the type checker: the branch above has run
+            rejections.append((label, f"preference: {chosen.name} comes first"))
+        else:
+            rejections.append((label, reason))
+    if chosen is None:
+        raise UnsupportedError(_unsupported_message(problem, device), rejections)
+    forced = forced_family()
+    if forced is not None:
+        logger.info("CUPYFLASH_FAMILY=%s: %s", forced, chosen.name)
+    return Choice(chosen, tuple(rejections))
+
+
+def explain(problem: Problem, device: DeviceInfo, cubin: Callable[[KernelSpec], str]) -> str:
+    """The problem, the chosen kernel, whence its cubin, and what ruled out every other candidate.
+
+    Args:
+        problem: what is to be computed.
+        device: where.
+        cubin: says in words where the cubin of a kernel comes from (``CubinCache.locate``).
+    """
+    lines = [f"problem  {describe_problem(problem)}", f"device   {describe_device(device)}"]
+    try:
+        choice = select(problem, device)
+    except UnsupportedError as error:
+        rejections = error.rejections
+        lines.append("kernel   none")
+    else:
+        rejections = choice.rejections
+        name, *details = describe_spec(choice.spec)
+        lines += [f"kernel   {name}", *(f"         {line}" for line in details)]
+        lines.append(f"cubin    {cubin(choice.spec)}")
+    lines.append("other candidates, each with the first condition that ruled it out:")
+    width = max((len(name) for name, _ in rejections), default=0)
+    lines += [f"  {name:<{width}}  {reason}" for name, reason in rejections]
+    return "\n".join(lines)
+
+
+def describe_problem(problem: Problem) -> str:
+    """One line: shapes, type, mask, scale."""
+    bounds = []
+    if problem.mask.left is not None:
+        bounds.append(f"left {problem.mask.left}")
+    if problem.mask.right is not None:
+        bounds.append(f"right {problem.mask.right}")
+    mask = f"window {', '.join(bounds)} ({problem.mask.align})" if bounds else "no mask"
+    width = f"{problem.head_dim_qk}"
+    if problem.head_dim_v != problem.head_dim_qk:
+        width += f"/{problem.head_dim_v}"
+    return (
+        f"forward, batch {problem.batch}, seqlen {problem.seqlen_q} x {problem.seqlen_kv}, "
+        f"heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}, {problem.dtype}, {mask}, "
+        f"softmax_scale {problem.softmax_scale:.6g}{', lse' if problem.want_lse else ''}"
+    )
+
+
+def describe_device(device: DeviceInfo) -> str:
+    """One line: name, capability, multiprocessors, shared memory."""
+    major, minor = device.capability
+    return (
+        f"{device.name}, compute capability {major}.{minor}, {device.num_sms} SMs, "
+        f"{device.shared_memory_per_block} bytes of shared memory a block"
+    )
+
+
+def describe_spec(spec: KernelSpec) -> list[str]:
+    """Name and target; tile and launch; the family's own parameters."""
+    lines = [
+        f"{spec.name} for {spec.target}",
+        f"{spec.block_m} queries x {spec.block_n} keys a tile, {spec.stages} stages, "
+        f"{spec.threads} threads, {spec.shared_bytes} bytes of shared memory, {spec.scheduler}",
+    ]
+    if spec.options:
+        lines.append(", ".join(f"{name} {value}" for name, value in spec.options))
+    return lines
+
+
+def tensor_maps(spec: KernelSpec) -> tuple[MapPlan, ...]:
+    """The tensor maps that a kernel's parameters hold; none for kernels without TMA.
+
+    Each block of a cluster loads its share of a K and V tile, into all of them.
+    """
+    family = FAMILIES[spec.family]
+    if not family.uses_tma:
+        return ()
+
+    def plan(tensor: str, width: int, rows: int) -> MapPlan:
+        # A box is one swizzle span wide: 128 bytes where that divides the tile, else 64.
+        chunk = 64 if width % 64 == 0 else 32
+        return MapPlan(f"{tensor}_map", tensor, chunk, rows, swizzle=chunk * spec.dtype.itemsize)
+
+    return (
+        plan("q", spec.head_dim_qk, family.map_rows),
+        plan("k", spec.head_dim_qk, spec.block_n // spec.cluster),
+        plan("v", spec.head_dim_v, spec.block_n // spec.cluster),
+        plan("out", spec.head_dim_v, family.map_rows),
+    )
+
+
+def forced_family() -> str | None:
+    """The family named by CUPYFLASH_FAMILY, or None.
+
+    Raises:
+        ValueError: the variable names no family.
+    """
+    forced = os.environ.get("CUPYFLASH_FAMILY") or None
+    if forced is not None and forced not in FAMILIES:
+        raise ValueError(f"CUPYFLASH_FAMILY={forced}: expected one of {', '.join(FAMILIES)}")
+    return forced
+
+
+# --- rules: of a whole family, then of one tile ------------------------------------------------
+
+
+def _device_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    if target_for(candidate.family.name, device.capability) is not None:
+        return None
+    needs = {"sm100": "10.0 or 10.3", "sm90": "9.0", "sm80": "8.0 or later"}[candidate.family.name]
+    major, minor = device.capability
+    return f"needs compute capability {needs}, {device.name} has {major}.{minor}"
+
+
+def _forced_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    forced = forced_family()
+    return None if forced in (None, candidate.family.name) else f"CUPYFLASH_FAMILY={forced} is set"
+
+
+def _dtype_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    if problem.dtype not in DTYPES:
+        return f"serves float16 and bfloat16, got {problem.dtype}"
+    if problem.out_dtype != problem.dtype:
+        return f"writes the inputs' dtype, {problem.out_dtype} was asked for"
+    return None
+
+
+def _head_dim_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    for name, head_dim in _head_dims(problem):
+        if head_dim % HEAD_DIM_STEP or head_dim > MAX_HEAD_DIM:
+            return (
+                f"{name} must be a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got {head_dim}"
+            )
+    return None
+
+
+def _address_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    if candidate.family.uses_tma:
+        unit, why = "TMA", problem.why_no_tma
+    else:
+        unit, why = "cp.async", problem.why_unaligned
+    for tensor in ("q", "k", "v", "out"):
+        reason = why(tensor)
+        if reason is not None:
+            return f"{unit} cannot address {tensor}: {reason}"
+    return None
+
+
+def _width_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    widths = (candidate.spec.head_dim_qk, candidate.spec.head_dim_v)
+    for (name, head_dim), width in zip(_head_dims(problem), widths):
+        if head_dim > width:
+            return f"{name} is {head_dim}, the tile is {width} wide"
+    return None
+
+
+def _head_dims(problem: Problem) -> tuple[tuple[str, int], tuple[str, int]]:
+    return ("head_dim of q and k", problem.head_dim_qk), ("head_dim of v", problem.head_dim_v)
+
+
+def _mask_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    served = candidate.tile.masks
+    if problem.mask_kind in served:
+        return None
+    return f"mask kind is {problem.mask_kind}, the tile serves {', '.join(served)}"
+
+
+def _tile_dtype_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    served = candidate.tile.dtypes
+    if problem.dtype in served:
+        return None
+    return f"this tile serves {', '.join(map(str, served))}, got {problem.dtype}"
+
+
+def _shared_memory_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    needed, available = candidate.spec.shared_bytes, device.shared_memory_per_block
+    if needed <= available:
+        return None
+    return f"needs {needed} bytes of shared memory a block, the device has {available}"
+
+
+def _cluster_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    cluster = candidate.spec.cluster
+    blocks = -(-problem.seqlen_q // candidate.spec.block_m)
+    idle = -blocks % cluster
+    if idle * _LEAST_BUSY <= blocks:
+        return None
+    return f"{idle} of the {blocks + idle} blocks of a head, {cluster} in a cluster, would be idle"
+
+
+def _tiles_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    tiles = -(-problem.seqlen_q // candidate.spec.block_m) * problem.heads_q * problem.batch
+    return None if tiles <= MAX_TILES else f"{tiles} tiles exceed the grid's {MAX_TILES}"
+
+
+FAMILY_RULES = (
+    Rule("device", _device_rule),
+    Rule("forced family", _forced_rule),
+    Rule("dtype", _dtype_rule),
+    Rule("head_dim", _head_dim_rule),
+    Rule("addresses", _address_rule),
+)
+TILE_RULES = (
+    Rule("width", _width_rule),
+    Rule("dtype", _tile_dtype_rule),
+    Rule("mask", _mask_rule),
+    Rule("shared memory", _shared_memory_rule),
+    Rule("cluster", _cluster_rule),
+    Rule("tiles", _tiles_rule),
+)
+
+
+def _judge(problem: Problem, device: DeviceInfo) -> Iterator[tuple[str, KernelSpec, str | None]]:
+    """(label, candidate, first broken rule) in order; one entry for a family ruled out whole."""
+    for family, group in itertools.groupby(
+        candidates(problem, device), key=lambda candidate: candidate.family
+    ):
+        members = list(group)
+        reason = _first_broken(FAMILY_RULES, problem, device, members[0])
+        if reason is not None:
+            yield f"{family.name} (all {len(members)} tiles)", members[0].spec, reason
+            continue
+        for candidate in members:
+            reason = _first_broken(TILE_RULES, problem, device, candidate)
+            yield candidate.spec.name, candidate.spec, reason
+
+
+def _first_broken(
+    rules: tuple[Rule, ...], problem: Problem, device: DeviceInfo, candidate: Candidate
+) -> str | None:
+    for rule in rules:
+        reason = rule.broken_by(problem, device, candidate)
+        if reason is not None:
+            return f"{rule.name}: {reason}"
+    return None
+
+
+def _unsupported_message(problem: Problem, device: DeviceInfo) -> str:
+    return (
+        f"no kernel serves {describe_problem(problem)} on {describe_device(device)}. Supported on "
+        f"GPUs: float16 and bfloat16, head_dim a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, "
+        "16-byte aligned addresses and strides. Candidates, each with the first condition that "
+        "ruled it out:"
+    )

@@ -1,0 +1,329 @@
+"""Serves a resolved call: on the CPU, on a GPU, on an emulated device.
+
+A ``Configuration`` is the short way: a CuPy or PyTorch call like one that has been served before
+needs only new outputs, addresses and the current stream.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+
+from cupyflash import arrays
+from cupyflash.arguments import Call
+from cupyflash.arrays import Array
+from cupyflash.launch import CudaBackend, EmulatedBackend, Plan, forward_launch, in_flight
+from cupyflash.problem import as_int, to_bshd
+from cupyflash.select import select
+from cupyflash.tensor import DeviceKind, DType
+
+MAX_CONFIGURATIONS = 4096
+"""How many are remembered before all are forgotten: a decoder meets a new length at every step."""
+
+Pointers = tuple[int, int, int, int]
+"""Addresses of q, k, v and the caller's out (0 for none)."""
+
+
+class Configuration:
+    """Everything that calls of one shape, type and set of options have in common.
+
+    Args:
+        call: one of them.
+        plan: the launch that served it.
+    """
+
+    __slots__ = (
+        "_adapter",
+        "_device",
+        "_has_lse",
+        "_lse_shape",
+        "_new_lse",
+        "_new_out",
+        "_out_shape",
+        "plan",
+        "_spans",
+        "_stream",
+    )
+
+    def __init__(self, call: Call, plan: Plan) -> None:
+        adapter = call.adapter
+        assert isinstance(adapter, (arrays.CupyAdapter, arrays.TorchAdapter))
+        self._adapter = adapter
+        self._device = call.views["q"].device
+        self.plan = plan
+        self._out_shape = _out_shape(call)
+        self._lse_shape = _lse_shape(call)
+        self._has_lse = bool(call.options.return_lse)
+        self._new_out = adapter.allocator(call.views["out"].dtype, self._device)
+        self._new_lse = adapter.allocator(DType.float32, self._device)
+        self._stream = adapter.stream_getter(self._device.index)
+        self._spans = tuple(
+            (low - view.pointer, high - view.pointer)
+            for view in (call.views[tensor] for tensor in ("q", "k", "v", "out"))
+            for low, high in (view.byte_range(),)
+        )
+
+    def is_apart(self, pointers: Pointers) -> bool:
+        """Whether the caller's output is certainly apart from the inputs at these addresses."""
+        low, high = (bound + pointers[3] for bound in self._spans[3])
+        return all(
+            high <= first + pointer or last + pointer <= low
+            for (first, last), pointer in zip(self._spans[:3], pointers)
+        )
+
+    def run(self, pointers: Pointers, out: Array | None, stream: Any) -> Any:
+        """Allocates what the caller did not give, launches, returns out or (out, lse)."""
+        adapter = self._adapter
+        if stream is None and adapter.is_current(self._device.index):
+            return self._launch(pointers, out, self._stream())
+        handle = None if stream is None else arrays.stream_handle(stream)
+        with adapter.scope(self._device, handle):
+            return self._launch(pointers, out, self._stream() if handle is None else handle)
+
+    def _launch(self, pointers: Pointers, out: Array | None, stream: int) -> Any:
+        q, k, v, out_pointer = pointers
+        pointer = self._adapter.pointer
+        if out is None:
+            out = self._new_out(self._out_shape)
+            out_pointer = pointer(out)
+        if not self._has_lse:
+            self.plan.run(stream, q, k, v, out_pointer, 0)
+            return out
+        lse = self._new_lse(self._lse_shape)
+        self.plan.run(stream, q, k, v, out_pointer, pointer(lse))
+        return out, lse
+
+
+_configurations: dict[tuple[Any, ...], Configuration] = {}
+
+
+def lookup(
+    q: Array, k: Array, v: Array, out: Array | None, settings: tuple[Any, ...]
+) -> tuple[tuple[Any, ...] | None, Configuration | None, Pointers]:
+    """The configuration of a call, if it has been served before.
+
+    Args:
+        q, k, v, out: the arrays, unchecked.
+        settings: every option that the result depends on.
+
+    Returns:
+        The key to remember the call by, or None where it must not be remembered; the configuration
+        or None; the addresses of the arrays.
+    """
+    fast = arrays.FAST
+    adapter = fast.get(type(q))
+    if (
+        adapter is None
+        or fast.get(type(k)) is not adapter
+        or fast.get(type(v)) is not adapter
+        or (out is not None and fast.get(type(out)) is not adapter)
+    ):
+        return None, None, (0, 0, 0, 0)
+    pointer, signature = adapter.pointer, adapter.signature
+    try:
+        pointers = (pointer(q), pointer(k), pointer(v), 0 if out is None else pointer(out))
+        misaligned: Any = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
+        if misaligned:
+            misaligned = tuple(address & 15 for address in pointers)
+        out_signature = None if out is None else signature(out)
+        key = (signature(q), signature(k), signature(v), out_signature, misaligned, settings)
+        configuration = _configurations.get(key)
+    except (TypeError, RuntimeError):  # unhashable options, no address: resolve says what is wrong
+        return None, None, (0, 0, 0, 0)
+    if out is not None and configuration is not None and not configuration.is_apart(pointers):
+        configuration = None
+    return key, configuration, pointers
+
+
+def forget_configurations() -> None:
+    """Makes the next call of every configuration choose its kernel anew.
+
+    The environment (CUPYFLASH_FAMILY) is read when a configuration is first met; a program that
+    changes it afterwards calls this.
+    """
+    _configurations.clear()
+
+
+def backend_of(call: Call) -> CudaBackend | EmulatedBackend:
+    """Where the call runs; it is not one for the CPU."""
+    if call.adapter.kind is DeviceKind.cuda:
+        return CudaBackend(call.views["q"].device.index)
+    return EmulatedBackend(call.arrays["q"].device)
+
+
+def allocate(call: Call) -> tuple[Array, Array | None]:
+    """Outputs in the adapter's own form; their views are added to ``call.views``."""
+    adapter, device = call.adapter, call.views["q"].device
+    out = call.arrays.get("out")
+    if out is None:
+        out = adapter.empty(_out_shape(call), call.views["q"].dtype, device)
+        call.views["out"] = to_bshd(adapter.view("out", out), call.options.layout)
+    lse = None
+    if call.options.return_lse:
+        lse = adapter.empty(_lse_shape(call), DType.float32, device)
+        call.views["lse"] = adapter.view("lse", lse)
+    return out, lse
+
+
+def _out_shape(call: Call) -> tuple[int, ...]:
+    """Shape of the output in the caller's layout."""
+    batch, seqlen, heads, _ = call.views["q"].shape
+    head_dim = call.views["v"].shape[3]
+    if call.options.layout == "bhsd":
+        return batch, heads, seqlen, head_dim
+    return batch, seqlen, heads, head_dim
+
+
+def _lse_shape(call: Call) -> tuple[int, int, int]:
+    batch, seqlen, heads, _ = call.views["q"].shape
+    return batch, heads, seqlen
+
+
+def run_on_device(call: Call, key: tuple[Any, ...] | None) -> Any:
+    """Launches on a GPU or an emulated device.
+
+    Args:
+        call: what to do.
+        key: to remember the configuration by, or None.
+    """
+    adapter, device = call.adapter, call.views["q"].device
+    backend = backend_of(call)
+    choice = None if call.problem.is_empty else select(call.problem, backend.info)
+    with adapter.scope(device, call.stream):
+        stream = call.stream
+        if stream is None:
+            stream = adapter.current_stream(device)
+        out, lse = allocate(call)
+        if choice is not None:
+            launch = forward_launch(call.problem, choice.spec, backend.info, call.views, stream)
+            if isinstance(backend, CudaBackend):
+                _launch_on_gpu(call, backend.plan(launch), key)
+            else:
+                backend.run(launch)
+        result = adapter.give(out) if call.options.out is None else call.options.out
+        return (result, adapter.give(lse)) if lse is not None else result
+
+
+def _launch_on_gpu(call: Call, plan: Plan, key: tuple[Any, ...] | None) -> None:
+    adapter, index, stream = call.adapter, plan.kernel.device_index, plan.launch.stream
+    for array in call.arrays.values():
+        for producer in adapter.producers(array):
+            plan.driver.wait(index, stream, producer)
+    plan.run(stream, *plan.launch.pointers)
+    if adapter.keeps_alive:
+        in_flight.hold(index, stream, list(call.arrays.values()))
+    if key is not None:
+        if len(_configurations) >= MAX_CONFIGURATIONS:
+            _configurations.clear()
+        _configurations[key] = Configuration(call, plan)
+
+
+# --- the CPU --------------------------------------------------------------------------------------
+
+
+def run_on_host(call: Call) -> Any:
+    """Attention of NumPy arrays, dense or packed."""
+    from cupyflash import host  # 10 ms that a GPU's first call does not pay
+
+    options, adapter, problem = call.options, call.adapter, call.problem
+    inputs = [_in_bshd(call.arrays[name], options.layout) for name in ("q", "k", "v")]
+    batch = len(_integers(call, "cu_seqlens_q")) - 1 if call.packed else problem.batch
+    lengths = {name: _lengths(call, name, batch) for name in ("seqused_q", "seqused_kv")}
+    out = call.arrays.get("out")
+    if out is None:
+        padded = call.packed or any(used is not None for used in lengths.values())
+        shape = (*call.arrays["q"].shape[:-1], problem.head_dim_v)
+        out = (numpy.zeros if padded else numpy.empty)(shape, inputs[0].dtype)
+    common: dict[str, Any] = {
+        "left": problem.mask.left,
+        "right": problem.mask.right,
+        "softmax_scale": problem.softmax_scale,
+        "softcap": call.softcap,
+        "want_lse": problem.want_lse,
+        "out": _in_bshd(out, options.layout),
+        **lengths,
+    }
+    if call.packed:
+        starts_q, starts_kv = (_starts(call, suffix) for suffix in ("q", "kv"))
+        if len(starts_q) != len(starts_kv):
+            raise ValueError(
+                "cu_seqlens_q and cu_seqlens_kv: expected as many entries in both, got "
+                f"{len(starts_q)} and {len(starts_kv)}"
+            )
+        shift = _shift(call, numpy.diff(starts_q), numpy.diff(starts_kv), lengths)
+        q, k, v = inputs
+        _, lse = host.attention_varlen(q, k, v, starts_q, starts_kv, shift=shift, **common)
+    else:
+        seqlens_q = numpy.full(batch, problem.seqlen_q)
+        seqlens_kv = numpy.full(batch, problem.seqlen_kv)
+        shift = _shift(call, seqlens_q, seqlens_kv, lengths)
+        _, lse = host.attention(*inputs, shift=shift, **common)
+    result = adapter.give(out) if options.out is None else options.out
+    return (result, adapter.give(lse)) if problem.want_lse else result
+
+
+def _in_bshd(array: numpy.ndarray, layout: str) -> numpy.ndarray:
+    return array.transpose(0, 2, 1, 3) if layout == "bhsd" else array
+
+
+def _shift(
+    call: Call,
+    seqlens_q: numpy.ndarray,
+    seqlens_kv: numpy.ndarray,
+    used: dict[str, numpy.ndarray | None],
+) -> numpy.ndarray:
+    """Position of each sequence's first query on its axis of keys, int64 [batch]."""
+    batch = len(seqlens_q)
+    shift = numpy.zeros(batch, numpy.int64)
+    if call.problem.mask.align == "bottom_right":
+        used_q, used_kv = used["seqused_q"], used["seqused_kv"]
+        shift += seqlens_kv if used_kv is None else used_kv
+        shift -= seqlens_q if used_q is None else used_q
+    for name, sign in (("q_offset", 1), ("kv_offset", -1)):
+        given = getattr(call.options, name)
+        if given is None:
+            continue
+        if getattr(given, "ndim", 0) == 0:
+            shift += sign * as_int(name, given, "int or int [batch]")
+        else:
+            shift += sign * _of_batch(name, _integers(call, name), batch)
+    return shift
+
+
+def _integers(call: Call, name: str) -> numpy.ndarray:
+    """An integer array among the options, [n], as int64."""
+    given = getattr(call.options, name)
+    adapter = arrays.adapter_for({name: given})
+    if adapter.kind is not DeviceKind.cpu:
+        raise TypeError(f"{name}: expected an array on the CPU, where q is")
+    array = adapter.adopt(name, given)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{name}: expected integers, got {array.dtype}")
+    if array.ndim != 1:
+        raise ValueError(f"{name}: expected one dimension, got shape {list(array.shape)}")
+    return array.astype(numpy.int64)
+
+
+def _of_batch(name: str, array: numpy.ndarray, batch: int) -> numpy.ndarray:
+    if array.shape != (batch,):
+        raise ValueError(f"{name}: expected shape [{batch}], got {list(array.shape)}")
+    return array
+
+
+def _lengths(call: Call, name: str, batch: int) -> numpy.ndarray | None:
+    if getattr(call.options, name) is None:
+        return None
+    return _of_batch(name, _integers(call, name), batch)
+
+
+def _starts(call: Call, suffix: str) -> numpy.ndarray:
+    """cu_seqlens_q or cu_seqlens_kv, checked against its max_seqlen."""
+    starts = _integers(call, f"cu_seqlens_{suffix}")
+    longest = int(numpy.diff(starts).max(initial=0))
+    limit = getattr(call.options, f"max_seqlen_{suffix}")
+    if limit is not None and as_int(f"max_seqlen_{suffix}", limit) < longest:
+        raise ValueError(
+            f"max_seqlen_{suffix}: {limit} is less than the longest sequence, {longest}"
+        )
+    return starts

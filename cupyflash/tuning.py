@@ -1,0 +1,277 @@
+"""The table of tiles: which shapes each kernel family is built in, and why.
+
+Every choice that a measurement could change is a row here, with its reason and date, and nowhere
+else. ``select.py`` turns rows into candidates; rows of one family are tried in the order of the
+table, so of two rows that serve a problem the first wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cupyflash.tensor import DType
+
+MASKS = ("none", "causal", "window")
+"""Mask kinds of a kernel: only the end of the keys; right bound only; left and right bounds."""
+
+DTYPES = (DType.bfloat16, DType.float16)
+"""Element types that kernels exist for."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """A family's own compile-time parameter, ``static constexpr int k<name>`` of its Config.
+
+    ``tag`` spells a value in kernel names where it differs from ``default``; None where another
+    part of the name already tells (the number of threads, say).
+    """
+
+    name: str
+    default: int
+    tag: str | None = None
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One row: a tile shape of one family, for one padded head dimension.
+
+    Attributes:
+        head_dim_qk, head_dim_v: padded widths that the tile is built for.
+        block_m, block_n: queries and keys of one tile.
+        stages: slots of the K and V rings.
+        threads: threads of a block.
+        min_blocks: blocks per SM that the register budget leaves room for.
+        cluster: blocks that share K and V by multicast.
+        scheduler: ``single`` (one tile a block) or ``persistent`` (tiles dealt out statically).
+        options: the family's own parameters that differ from their defaults.
+        masks, dtypes: mask kinds and element types that this row serves.
+        reason: why this row and not another: what was measured, on what.
+        date: when that was.
+    """
+
+    head_dim_qk: int
+    head_dim_v: int
+    block_m: int
+    block_n: int
+    stages: int
+    threads: int
+    reason: str
+    date: str
+    min_blocks: int = 1
+    cluster: int = 1
+    scheduler: str = "single"
+    options: tuple[tuple[str, int], ...] = ()
+    masks: tuple[str, ...] = MASKS
+    dtypes: tuple[DType, ...] = DTYPES
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kernel family: the code in ``kernels_cu/<name>/`` and the tiles it is built in.
+
+    Attributes:
+        name: sm80, sm90 or sm100.
+        options: parameters of its Config beyond the common ones.
+        tiles: rows in order of preference.
+        shared_bytes: dynamic shared memory of a tile; asserted against the kernel's own
+            ``ForwardLayout<Config>::kBytes`` in every translation unit.
+        uses_tma: whether tensors travel by TMA (and so must be legal for it).
+        map_rows: rows of the q and out boxes; k and v boxes have ``block_n`` rows.
+        sets_registers: whether the kernel moves registers between its warps (setmaxnreg), which
+            hangs unless ptxas gave it exactly what its launch bounds allow.
+    """
+
+    name: str
+    options: tuple[Option, ...]
+    tiles: tuple[Tile, ...]
+    shared_bytes: Callable[[Tile], int]
+    uses_tma: bool = False
+    map_rows: int = 0
+    sets_registers: bool = False
+
+    def option(self, tile: Tile, name: str) -> int:
+        """The value of one of the family's parameters for a row."""
+        return dict(self.option_values(tile))[name]
+
+    def option_values(self, tile: Tile) -> tuple[tuple[str, int], ...]:
+        """All of the family's parameters for a row, defaults filled in, in the family's order."""
+        given = dict(tile.options)
+        return tuple(
+            (option.name, given.get(option.name, option.default)) for option in self.options
+        )
+
+
+ELEMENT_BYTES = 2  # bf16 and fp16
+FLOAT_BYTES = 4
+BARRIER_BYTES = 8
+
+
+def _tile_bytes(rows: int, width: int) -> int:
+    return rows * width * ELEMENT_BYTES
+
+
+def _kv_ring_bytes(tile: Tile) -> int:
+    return tile.stages * _tile_bytes(tile.block_n, tile.head_dim_qk + tile.head_dim_v)
+
+
+# --- sm80: cp.async, mma.sync ------------------------------------------------------------------
+
+
+def _sm80_shared_bytes(tile: Tile) -> int:
+    """Q, later the output in its place, then the K and V rings."""
+    widest = max(tile.head_dim_qk, tile.head_dim_v)
+    return _tile_bytes(tile.block_m, widest) + _kv_ring_bytes(tile)
+
+
+def _sm80(width: int, m: int, n: int, stages: int, warps: int, date: str, reason: str) -> Tile:
+    options = (("Warps", warps),)
+    return Tile(width, width, m, n, stages, 32 * warps, reason, date, options=options)
+
+
+# fmt: off
+SM80 = Family(
+    name="sm80",
+    options=(Option("Warps", 4), Option("QueryInRegisters", 0)),
+    shared_bytes=_sm80_shared_bytes,
+    tiles=(
+        #    width    m    n  S  warps  date          reason
+        _sm80(  64, 128,  64, 2,  4,    "2026-11-29", "48 KB: 3 blocks an SM; not tuned"),
+        _sm80(  96, 128,  64, 2,  4,    "2026-11-29", "72 KB: fits 99 KB; not tuned"),
+        _sm80( 128, 128,  64, 2,  4,    "2026-11-29", "96 KB: one cubin for all 8.x; not tuned"),
+        _sm80( 192, 128,  64, 2,  8,    "2026-11-29", "144 KB: for 163 KB; not tuned"),
+        _sm80( 192,  64,  32, 2,  4,    "2026-11-29", "72 KB: for 99 KB; not tuned"),
+        _sm80( 256, 128,  32, 2,  8,    "2026-11-29", "128 KB: for 163 KB; not tuned"),
+        _sm80( 256,  64,  32, 2,  4,    "2026-11-29", "96 KB: for 99 KB; not tuned"),
+    ),
+)
+# fmt: on
+
+
+# --- sm90: TMA, wgmma, warp specialisation --------------------------------------------------------
+
+
+def _sm90_shared_bytes(tile: Tile) -> int:
+    """The Q ring, the K and V rings, the output tile where it has its own, then barriers: two a
+    consumer warpgroup and Q stage, four a K and V stage."""
+    warpgroups = SM90.option(tile, "ConsumerWarpgroups")
+    q_stages = SM90.option(tile, "QStages")
+    out_bytes = _tile_bytes(tile.block_m, tile.head_dim_v) * SM90.option(tile, "OutBuffer")
+    barriers = 2 * warpgroups * q_stages + 4 * tile.stages
+    return (
+        q_stages * _tile_bytes(tile.block_m, tile.head_dim_qk)
+        + _kv_ring_bytes(tile)
+        + out_bytes
+        + BARRIER_BYTES * barriers
+    )
+
+
+def _sm90(
+    qk_width: int,
+    v_width: int,
+    m: int,
+    n: int,
+    stages: int,
+    date: str,
+    reason: str,
+    cluster: int = 1,
+    masks: tuple[str, ...] = MASKS,
+    **options: int,
+) -> Tile:
+    """One consumer warpgroup for every 64 queries, and the producer's."""
+    warpgroups = m // 64
+    return Tile(
+        qk_width,
+        v_width,
+        m,
+        n,
+        stages,
+        threads=128 * (warpgroups + 1),
+        cluster=cluster,
+        scheduler="persistent",
+        options=(("ConsumerWarpgroups", warpgroups), *options.items()),
+        masks=masks,
+        reason=reason,
+        date=date,
+    )
+
+
+_PAIRS: dict[str, Any] = {"cluster": 2, "masks": ("none",)}
+"""Blocks in pairs that load K and V for each other."""
+_OWN_OUTPUT: dict[str, int] = {"OutBuffer": 1, "QStages": 2}
+"""An output tile and a second Q stage of their own: tiles of one CTA overlap."""
+
+# fmt: off
+SM90 = Family(
+    name="sm90",
+    options=(
+        Option("ConsumerWarpgroups", 2),
+        Option("PingPong", 1, "pingpong"),
+        Option("OutBuffer", 0),
+        Option("QStages", 1),
+    ),
+    shared_bytes=_sm90_shared_bytes,
+    uses_tma=True,
+    map_rows=64,
+    sets_registers=True,
+    tiles=(
+        # Figures: bf16, TFLOP/s at 16k, 4k, 1k tokens, one sustained run on an H200. Pairs of blocks
+        # gain where both visit the same keys; under a mask they wait for each other.
+        #   widths      m    n  S  date          reason
+        _sm90( 64,  64, 192, 128, 2, "2026-11-29", "559 515 425; alone 555 497 419",
+              **_PAIRS, **_OWN_OUTPUT),
+        _sm90( 64,  64, 192, 128, 2, "2026-11-29", "causal 508 454 276; in pairs 520 445 253",
+              **_OWN_OUTPUT),
+        _sm90( 96,  96, 192,  96, 2, "2026-11-29", "192x112 (causal 615 529 313) spills 16 bytes",
+              **_OWN_OUTPUT),
+        _sm90(128, 128, 128, 128, 2, "2026-11-29", "697 649 558; alone 677 618 520",
+              **_PAIRS, **_OWN_OUTPUT),
+        _sm90(128, 128, 128, 128, 2, "2026-11-29", "causal 648 602 444; in pairs 665 590 407",
+              **_OWN_OUTPUT),
+        _sm90(192, 128, 128, 128, 2, "2026-11-29", "causal 694 612 444; in pairs 698 604 423"),
+        _sm90(192, 192, 128, 112, 2, "2026-11-29", "221 KB, the largest that fits; not timed"),
+        _sm90(256, 256, 128,  80, 2, "2026-11-29", "743 680 584; alone 723 657 574",
+              **_PAIRS),
+        _sm90(256, 256, 128,  80, 2, "2026-11-29", "causal 699 599 460; in pairs 716 618 420"),
+    ),
+)
+# fmt: on
+
+
+# --- sm100: TMA, tcgen05, scores and output in tensor memory --------------------------------------
+
+
+def _sm100_shared_bytes(tile: Tile) -> int:
+    """Q and output tiles of both query stages, one ring that K and V tiles take turns in, a factor
+    and a sum of every row, then barriers: eight a query stage, two a slot, and the address of the
+    tensor memory."""
+    slot_bytes = _tile_bytes(tile.block_n, max(tile.head_dim_qk, tile.head_dim_v))
+    return (
+        _tile_bytes(tile.block_m, tile.head_dim_qk + tile.head_dim_v)
+        + tile.stages * slot_bytes
+        + 2 * FLOAT_BYTES * tile.block_m
+        + BARRIER_BYTES * (8 * 2 + 2 * tile.stages)
+        + 16
+    )
+
+
+def _sm100(width: int, stages: int, date: str, reason: str) -> Tile:
+    return Tile(width, width, 256, 128, stages, 512, reason, date, scheduler="persistent")
+
+
+SM100 = Family(
+    name="sm100",
+    options=(),
+    shared_bytes=_sm100_shared_bytes,
+    uses_tma=True,
+    map_rows=128,
+    sets_registers=True,
+    tiles=(
+        _sm100(64, 4, "2026-11-29", "two key blocks, 4000 clocks of softmax; never run on a GPU"),
+        _sm100(128, 3, "2026-11-29", "226 KB, all that fits; never run on a GPU"),
+    ),
+)
+
+FAMILIES: dict[str, Family] = {family.name: family for family in (SM100, SM90, SM80)}
+"""Kernel families, the preferred one first."""
