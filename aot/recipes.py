@@ -1,0 +1,71 @@
+"""Which kernels a wheel carries, by recipe and target."""
+
+from __future__ import annotations
+
+from cupyflash.select import KernelSpec, spec_for
+from cupyflash.tuning import FAMILIES, Family
+
+RECIPES: dict[str, tuple[str, ...]] = {
+    # Compute capabilities 8.x, 9.0, 10.0 and 10.3, each with the kernels made for it.
+    "core": ("sm_80", "sm_90a", "sm_100f"),
+    # Also the sm80 family where it is second choice (unaligned tensors on 9.0, head_dim 96, 192
+    # and 256 on 10.x) and where it is the only one (12.x).
+    "full": ("sm_80", "sm_90a", "sm_100f", "sm_90", "sm_100", "sm_103", "sm_120"),
+    "none": (),
+}
+"""Recipe, as CUPYFLASH_AOT names it, to targets; CUPYFLASH_AOT_TARGETS replaces the targets."""
+
+KIB = 1024
+SHARED_BYTES = {
+    "sm_80": (163 * KIB, 99 * KIB),  # also serves 8.6 and 8.9
+    "sm_86": (99 * KIB,),
+    "sm_89": (99 * KIB,),
+    "sm_90": (227 * KIB,),
+    "sm_90a": (227 * KIB,),
+    "sm_100": (227 * KIB,),
+    "sm_100f": (227 * KIB,),
+    "sm_103": (227 * KIB,),
+    "sm_120": (99 * KIB,),
+}
+"""Shared memory of a block, bytes, on the devices that a target serves."""
+
+
+def specs(recipe: str, targets: tuple[str, ...] = ()) -> tuple[KernelSpec, ...]:
+    """The kernels of a recipe; with ``targets``, for those instead of the recipe's own.
+
+    Raises:
+        ValueError: an unknown recipe or target.
+    """
+    if recipe not in RECIPES:
+        raise ValueError(f"recipe {recipe!r}: expected one of {', '.join(RECIPES)}")
+    if recipe == "none":
+        return ()
+    chosen = targets or RECIPES[recipe]
+    unknown = [target for target in chosen if target not in SHARED_BYTES]
+    if unknown:
+        raise ValueError(f"target {unknown[0]!r}: expected one of {', '.join(SHARED_BYTES)}")
+    return tuple(spec for target in chosen for spec in _specs_of(target))
+
+
+def family_of(target: str) -> Family:
+    """The family whose kernels a target gets."""
+    special = {"sm_90a": "sm90", "sm_100f": "sm100", "sm_100a": "sm100"}
+    return FAMILIES[special.get(target, "sm80")]
+
+
+def _specs_of(target: str) -> list[KernelSpec]:
+    """What the devices of a target would choose: the first row that fits and serves, each."""
+    family = family_of(target)
+    found = []
+    for shared_bytes in SHARED_BYTES[target]:
+        served = set()
+        for tile in family.tiles:
+            if family.shared_bytes(tile) > shared_bytes:
+                continue
+            for dtype in tile.dtypes:
+                for mask in tile.masks:
+                    use = (tile.head_dim_qk, tile.head_dim_v, dtype, mask)
+                    if use not in served:
+                        served.add(use)
+                        found.append(spec_for(family, tile, target, dtype, mask))
+    return list(dict.fromkeys(found))
