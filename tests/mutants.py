@@ -1,0 +1,118 @@
+"""Mutants: kernels with one barrier or wait taken out, which the emulator must catch.
+
+A family's ``forward.cuh`` numbers its mutants from 1 and leaves the wait out where
+``ptx::kMutant`` is that number; ``kForwardMutants`` counts them, ``enum ForwardMutant`` names them.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from cupyflash import select, source
+from tests import cases, paths
+from tests.cases import Case
+
+TARGETS = {"sm80": "sm_80", "sm90": "sm_90a", "sm100": "sm_100f"}
+
+# With and without masked blocks, because some waits exist only beside one of them; more tiles and
+# blocks than any ring has slots, because most waits matter only on the second trip; and scores
+# whose maximum grows on the way, because rescaled and repeated blocks have waits of their own.
+# Tiles of one block let sm100's softmax run ahead of its output.
+CASES = tuple(
+    next(case for case in cases.tagged(cases.EMULATED) if case.name == name)
+    for name in (
+        "ring_wraps",
+        "causal_ring_wraps",
+        "falling_ring_wraps",
+        "causal_falling_ring_wraps",
+        "many_tiles_of_one_block",
+    )
+)
+NUM_SMS = 1
+RUNS = (
+    {"schedule": "late"},
+    {"schedule": "early"},
+    {"schedule": "random", "seed": 1},
+    {"schedule": "late", "race": True},
+    {"schedule": "random", "seed": 2, "race": True},
+    {"schedule": "random", "seed": 3},
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One synchronisation of one family, taken out."""
+
+    family: str
+    number: int
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.number}{'-' + self.name if self.name else ''}"
+
+
+def of_family(family: str) -> tuple[Mutant, ...]:
+    """The mutants that a family's forward declares."""
+    header = source.include_root() / family / "forward.cuh"
+    text = re.sub(r"//[^\n]*", "", header.read_text())
+    enum = re.search(r"enum ForwardMutant[^{]*\{(.*?)\}", text, re.S)
+    if enum is not None:
+        names = re.findall(r"\bk(\w+)", enum.group(1))
+        names = [name for name in names if name != "MutantEnd"]
+    else:
+        count = re.search(r"kForwardMutants = (\d+)", text)
+        names = [""] * int(count.group(1)) if count else []
+    return tuple(Mutant(family, number, name) for number, name in enumerate(names, 1))
+
+
+ALL = tuple(mutant for family in TARGETS for mutant in of_family(family))
+
+
+def chosen(target: str, case: Case) -> select.KernelSpec:
+    """The kernel that serves a case on an emulated device."""
+    from cupyflash import emulate
+    from cupyflash.problem import Mask, Problem
+    from cupyflash.tensor import DType
+
+    bounds = case.bounds
+    problem = Problem(
+        batch=case.batch,
+        seqlen_q=case.seqlen_q,
+        seqlen_kv=case.seqlen_kv,
+        heads_q=case.heads_q,
+        heads_kv=case.heads_kv,
+        head_dim_qk=case.head_dim,
+        head_dim_v=case.value_dim,
+        dtype=DType[case.dtype],
+        mask=Mask(bounds["left"], bounds["right"], case.align),
+        want_lse=True,
+    )
+    return select.select(problem, emulate.device(target).info).spec
+
+
+def catch(mutant: Mutant) -> str | None:
+    """Run a mutant until something is wrong with it.
+
+    Returns:
+        Which run caught it and how, or None.
+    """
+    for case in CASES:
+        for options in RUNS:
+            found = _fault(mutant, case, {"num_sms": NUM_SMS, **options})
+            if found is not None:
+                how = ", ".join(f"{key} {value}" for key, value in options.items())
+                return f"{case} ({how}): {found}"
+    return None
+
+
+def _fault(mutant: Mutant, case: Case, options: dict[str, Any]) -> str | None:
+    from cupyflash.errors import EmulationError
+
+    path = paths.EmulatedPath(TARGETS[mutant.family], {"mutant": mutant.number, **options})
+    try:
+        out, lse = paths.run(path, case)
+    except EmulationError as error:
+        return str(error).splitlines()[0]
+    return case.compare(out, lse).problem

@@ -1,0 +1,122 @@
+"""The ways an attention call can be computed, behind one interface, so that a test can run on all.
+
+A path turns NumPy arrays into arrays of its own kind and back; between the two a test calls the
+public functions. NUMPY is here and now; the emulated ones run the CUDA kernels on the CPU; CUPY
+needs a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from tests.cases import Case, Placed
+
+
+@dataclass(frozen=True)
+class NumpyPath:
+    """NumPy arrays, computed by host.py."""
+
+    name: str = "numpy"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def array(self, x: NDArray) -> Any:
+        return x
+
+    def place(self, x: Placed) -> Any:
+        """An array in the layout of its case, with NaN around it in memory."""
+        return x.array
+
+    def numpy(self, x: Any) -> NDArray:
+        return x
+
+
+@dataclass(frozen=True)
+class EmulatedPath:
+    """Arrays of the CPU emulator: the CUDA kernels, executed without a GPU."""
+
+    target: str
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+
+    def __str__(self) -> str:
+        return self.target
+
+    @property
+    def device(self) -> Any:
+        from cupyflash import emulate
+
+        return emulate.device(self.target, **self.options)
+
+    def array(self, x: NDArray) -> Any:
+        return self.device.array(x)
+
+    def place(self, x: Placed) -> Any:
+        return self.device.array(x.buffer)[x.index]
+
+    def numpy(self, x: Any) -> NDArray:
+        return x.numpy()
+
+
+@dataclass(frozen=True)
+class CupyPath:
+    """CuPy arrays on the current GPU."""
+
+    name: str = "cupy"
+
+    def __str__(self) -> str:
+        return self.name
+
+    def array(self, x: NDArray) -> Any:
+        import cupy
+
+        return cupy.asarray(x)
+
+    def place(self, x: Placed) -> Any:
+        return self.array(x.buffer)[x.index]
+
+    def numpy(self, x: Any) -> NDArray:
+        return x.get()
+
+
+Path = NumpyPath | EmulatedPath | CupyPath
+
+NUMPY = NumpyPath()
+EMULATED = tuple(EmulatedPath(target) for target in ("sm_80", "sm_90a", "sm_100f"))
+CUPY = CupyPath()
+
+EVERY_PATH = (
+    NUMPY,
+    *(pytest.param(path, marks=pytest.mark.emulated) for path in EMULATED),
+    pytest.param(CUPY, marks=pytest.mark.gpu),
+)
+
+
+def run(path: Path, case: Case, **more: Any) -> tuple[NDArray, NDArray]:
+    """The public call for a case on a path, into an output full of NaN with more NaN around it.
+
+    Returns:
+        out [batch, seqlen_q, heads_q, head_dim_v] and lse [batch, heads_q, seqlen_q].
+    """
+    import cupyflash
+
+    placed = case.nan_output()
+    arrays = [path.place(x) for x in case.inputs]
+    out = path.place(placed)
+    result, lse = cupyflash.attention(*arrays, out=out, return_lse=True, **case.options, **more)
+    assert result is out, "the caller's out is what comes back"
+    values = path.numpy(out)
+    if case.layout == "bhsd":
+        values = values.transpose(0, 2, 1, 3)
+    return values, path.numpy(lse)
+
+
+def bf16(x: Any) -> NDArray:
+    import ml_dtypes
+
+    return np.asarray(x).astype(ml_dtypes.bfloat16)

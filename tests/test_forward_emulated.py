@@ -1,0 +1,106 @@
+"""The CUDA forward kernels, executed on the CPU emulator through the public API.
+
+Every case of a family runs under four schedules of its threads and asynchronous copies; the small
+ones also under the race detector. Fresh memory, outputs and whatever lies between arrays hold NaN.
+A mutant is a kernel with one barrier or wait taken out: some run must catch each of them, or the
+other tests prove less than they seem to.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cupyflash
+from tests import cases, mutants, paths
+from tests.cases import EMULATED, RACE, WRAP, Case
+from tests.paths import EmulatedPath
+
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
+]
+
+TARGETS = {"sm_80": "sm80", "sm_90a": "sm90", "sm_100f": "sm100"}
+SCHEDULES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
+
+
+def grouped(values: Any) -> list[Any]:
+    """Parameters marked for ``pytest -n 2 --dist loadgroup``: one worker builds each kernel."""
+    return [
+        pytest.param(
+            target,
+            case,
+            id=f"{target}-{case}",
+            marks=pytest.mark.xdist_group(
+                f"{target}-{case.dtype}-{case.head_dim}-{bool(case.causal)}-{bool(case.window)}"
+            ),
+        )
+        for target in TARGETS
+        for case in values
+    ]
+
+
+def run(target: str, case: Case, **options: Any) -> tuple[np.ndarray, np.ndarray]:
+    # One CTA takes all tiles of the wrapping cases, so that its rings wrap; two share the others'.
+    num_sms = 1 if WRAP in case.tags else 2
+    path = EmulatedPath(target, {"num_sms": num_sms, **options})
+    try:
+        return paths.run(path, case)
+    except cupyflash.UnsupportedError as error:
+        if target == "sm_100f" and case.head_dim > 128:
+            pytest.skip("sm100 has head_dim up to 128 so far")
+        raise AssertionError(f"no kernel: {error}") from error
+
+
+@pytest.mark.parametrize(("target", "case"), grouped(cases.tagged(EMULATED)))
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_case(target: str, case: Case, schedule: str, seed: int) -> None:
+    out, lse = run(target, case, schedule=schedule, seed=seed)
+    comparison = case.compare(out, lse)
+    assert comparison.ok, comparison.problem
+
+
+@pytest.mark.parametrize(("target", "case"), grouped(cases.tagged(RACE)))
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES[1:3])
+def test_no_race(target: str, case: Case, schedule: str, seed: int) -> None:
+    out, lse = run(target, case, schedule=schedule, seed=seed, race=True)
+    comparison = case.compare(out, lse)
+    assert comparison.ok, comparison.problem
+
+
+@pytest.mark.parametrize(("target", "case"), grouped(cases.tagged(WRAP)[:3]))
+def test_the_order_of_events_changes_no_bit(target: str, case: Case) -> None:
+    results = [run(target, case, schedule=name, seed=seed) for name, seed in SCHEDULES]
+    for out, lse in results[1:]:
+        np.testing.assert_array_equal(out, results[0][0])
+        np.testing.assert_array_equal(lse, results[0][1])
+
+
+@pytest.mark.parametrize(("target", "case"), grouped(cases.tagged(WRAP)))
+def test_the_wrapping_cases_wrap(target: str, case: Case) -> None:
+    """Two trips round every ring, and several tiles for a persistent CTA."""
+    spec = mutants.chosen(target, case)
+    keys = case.seqlen_kv if case.window is None else sum(case.window) + 1
+    # On sm100, K and V tiles take turns in one ring.
+    slots_used = keys // spec.block_n * (2 if spec.family == "sm100" else 1)
+    assert slots_used >= 2 * spec.stages + 1
+    tiles = -(-case.seqlen_q // spec.block_m) * case.heads_q * case.batch
+    assert spec.scheduler == "single" or tiles >= 5
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        pytest.param(mutant, id=str(mutant), marks=pytest.mark.xdist_group(str(mutant)))
+        for mutant in mutants.ALL
+    ],
+)
+def test_mutant_is_caught(mutant: mutants.Mutant, record_property: Any) -> None:
+    """Without this barrier or wait some run fails, with a report or a wrong result."""
+    caught = mutants.catch(mutant)
+    record_property("caught", caught or "nowhere")
+    assert caught, f"{mutant}: every schedule passed, with and without the race detector"
