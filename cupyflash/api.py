@@ -265,7 +265,8 @@ def raw_kernel(q: Array, k: Array, v: Array, **options: Any) -> RawKernel:
 
     Raises:
         TypeError: the arrays are not on a GPU.
-        ValueError: the problem is empty, there is nothing to launch.
+        ValueError: the problem is empty, there is nothing to launch; or ``stream`` is given, but a
+            raw kernel runs on CuPy's current stream.
         UnsupportedError: as ``attention``; also where CuPy is not installed.
 
     Example:
@@ -278,13 +279,15 @@ def raw_kernel(q: Array, k: Array, v: Array, **options: Any) -> RawKernel:
         raise TypeError(f"raw_kernel: expected arrays on a GPU, got {call.adapter.library}")
     if call.problem.is_empty:
         raise ValueError("raw_kernel: the output is empty, there is nothing to launch")
+    if call.stream is not None:
+        raise ValueError("stream: a raw kernel runs on CuPy's current stream, choose it at launch")
     try:
         import cupy
     except ImportError as error:
         raise UnsupportedError(f"raw_kernel: needs CuPy ({error})") from error
     device, info = call.views["q"].device, backend_of(call).info
     spec = select(call.problem, info).spec
-    with call.adapter.scope(device, call.stream):
+    with call.adapter.scope(device, None):
         out, lse = allocate(call)
     launch = forward_launch(call.problem, spec, info, call.views)
     kernel = load_kernel(spec, device.index)

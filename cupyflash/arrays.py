@@ -12,6 +12,7 @@ arrays and unknown DLPack producers on a GPU are taken in as CuPy arrays without
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import numbers
 import sys
 from collections.abc import Callable, Iterator
@@ -358,9 +359,12 @@ class DlpackAdapter(CupyAdapter):
 
 
 class JaxAdapter(DlpackAdapter):
-    """jax.Array on a GPU, through CuPy in both directions without a copy."""
+    """jax.Array on a GPU, through CuPy in both directions without a copy; never written to."""
 
     library = "JAX"
+
+    def view(self, name: str, array: Array) -> TensorView:
+        return dataclasses.replace(super().view(name, array), readonly=True)
 
     def give(self, array: Array) -> Array:
         return sys.modules["jax"].dlpack.from_dlpack(array)

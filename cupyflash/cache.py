@@ -145,6 +145,13 @@ class CubinCache:
             return f"none, and CUPYFLASH_JIT=0 forbids compiling it: {missing}"
         return f"compiled by NVRTC at the first call: {missing}"
 
+    def is_at_hand(self, spec: KernelSpec) -> bool:
+        """Whether ``get`` would find the cubin without compiling it."""
+        if spec in self._memory:
+            return True
+        unit = source.translation_unit(spec)
+        return (self._from_package(unit) or self._from_disk(unit)) is not None
+
     def discard(self, spec: KernelSpec, reason: str) -> None:
         """Forgets an entry that the driver refused, so that the next ``get`` makes a new one.
 

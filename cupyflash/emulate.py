@@ -5,7 +5,7 @@ The translation unit that NVRTC compiles for a GPU is compiled by g++ against
 operation that the chosen schedule may delay. A race detector, a deadlock table, guard pages around
 every array and NaN in all memory that nobody wrote turn mistakes into an ``EmulationError``.
 
-* ``device("sm_90a")`` is a device for the public functions: its arrays go through the whole pipeline.
+* ``device("sm_90a")`` is a device for the public functions: its arrays go through the pipeline.
 * ``build`` and ``run`` are what it is made of, for tests of single kernels.
 
 Nothing in the package chooses the emulator by itself.
@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import hashlib
 import mmap
 import os
 import platform
+import re
 import shutil
 import struct
 import subprocess
@@ -56,10 +58,13 @@ _TENSOR_MAP_MAGIC = 0x70614D726F736E54
 _RACE_SHARED, _RACE_GLOBAL = 1, 2
 
 _COMMON_FLAGS = ("-std=c++20", "-fno-strict-aliasing", "-fPIC", "-shared")
-_KERNEL_FLAGS = ("-O1", "-ffp-contract=off")
+_KERNEL_FLAGS = ("-O1", "-g1", "-ffp-contract=off")
+_SANITIZE_FLAGS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
 _LIBRARY_FLAGS = ("-O3", "-ffp-contract=fast", "-fvisibility-inlines-hidden")
 _LIBRARY_SOURCES = (
     "runtime.cpp",
+    "reports.cpp",
+    "faults.cpp",
     "memory.cpp",
     "barriers.cpp",
     "copies.cpp",
@@ -127,12 +132,13 @@ class Report:
 # --- building -------------------------------------------------------------------------------------
 
 
-def build(unit: Unit, defines: Sequence[str] = ()) -> EmulatedKernel:
+def build(unit: Unit, defines: Sequence[str] = (), *, sanitize: bool = False) -> EmulatedKernel:
     """Compiles a translation unit for the emulator, or finds it in the cache.
 
     Args:
         unit: the kernel, as ``source.translation_unit`` makes it.
         defines: preprocessor definitions, such as "CF_MUTANT=3".
+        sanitize: whether undefined behaviour (overflow, shifts, indices) ends a launch.
 
     Returns:
         The kernel, for ``run``.
@@ -140,11 +146,12 @@ def build(unit: Unit, defines: Sequence[str] = ()) -> EmulatedKernel:
     Raises:
         CompileError: g++ is missing or refuses the unit.
     """
-    library = _library(unit.include_root)
+    _library()  # kernels find its symbols, which are global in this process
     flags = (
         *_COMMON_FLAGS,
         *_machine_flags(),
         *_KERNEL_FLAGS,
+        *(_SANITIZE_FLAGS if sanitize else ()),
         f"-DCF_ARCH={_architecture(unit.target)}",
         *(f"-D{define}" for define in defines),
     )
@@ -153,7 +160,6 @@ def build(unit: Unit, defines: Sequence[str] = ()) -> EmulatedKernel:
     path = _cache_folder() / f"{unit.name}-{key}.so"
     started = time.perf_counter()
     built = _compile_once(path, flags, unit.include_root, text=unit.text, name=unit.name)
-    del library  # its symbols are global in this process: the kernel finds them when it is loaded
     return EmulatedKernel(
         unit.name, unit.target, path, time.perf_counter() - started if built else 0.0
     )
@@ -235,9 +241,9 @@ def _exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-@functools.cache
-def _library(root: Path) -> ctypes.CDLL:
-    """The emulator itself: compiled once, loaded once, its symbols visible to kernels."""
+def _library_path() -> Path:
+    """The emulator itself, compiled unless it is in the cache."""
+    root = source.include_root()
     folder = root / "emulate"
     files = [folder / name for name in _LIBRARY_SOURCES]
     headers = sorted(folder.glob("*.hpp"))
@@ -246,6 +252,13 @@ def _library(root: Path) -> ctypes.CDLL:
     key = _key(*flags, _compiler_version(), *texts)
     path = _cache_folder() / f"libcf_emulator-{key}.so"
     _compile_once(path, flags, root, files=files)
+    return path
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    """The emulator, loaded once, its symbols visible to kernels."""
+    path = _library_path()
     library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     library.cf_emulate_add_region.argtypes = [ctypes.c_char_p, *[ctypes.c_size_t] * 4]
     library.cf_emulate_add_region.restype = None
@@ -257,18 +270,13 @@ def _library(root: Path) -> ctypes.CDLL:
 # --- running --------------------------------------------------------------------------------------
 
 
+_COUNTERS = tuple(field.name for field in dataclasses.fields(Report) if field.name != "seconds")
+
+
 class _Counters(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_uint64)
-        for name in (
-            "mma",
-            "bytes_to_shared",
-            "bytes_to_global",
-            "switches",
-            "operations",
-            "bank_conflicts",
-        )
-    ]
+    """``cf::emulate::Counters``."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in _COUNTERS]
 
 
 class _LaunchRequest(ctypes.Structure):
@@ -340,8 +348,8 @@ def run(
     storage = ctypes.create_string_buffer(len(params) + 64)
     address = -(-ctypes.addressof(storage) // 64) * 64
     encoded = bytearray(params)
-    for request in maps:
-        encoded[request.offset : request.offset + 128] = encode_tensor_map(request)
+    for tensor_map in maps:
+        encoded[tensor_map.offset : tensor_map.offset + 128] = encode_tensor_map(tensor_map)
     ctypes.memmove(address, bytes(encoded), len(encoded))
     report = ctypes.create_string_buffer(_REPORT_BYTES)
     counters = _Counters()
@@ -364,10 +372,34 @@ def run(
     failed = entry(ctypes.byref(request))
     seconds = time.perf_counter() - started
     if failed:
-        raise EmulationError(report.value.decode(errors="replace"))
+        raise EmulationError(_with_call_chain(report.value.decode(errors="replace")))
     for memory in list(_memories):
         memory.check()
-    return Report(seconds=seconds, **{name: getattr(counters, name) for name, _ in counters._fields_})
+    return Report(**{name: getattr(counters, name) for name in _COUNTERS}, seconds=seconds)
+
+
+def _with_call_chain(report: str) -> str:
+    """Replaces the address in a report by the chain of inlined calls that leads there."""
+    match = re.search(r"\n  frame (0x[0-9a-f]+) of (.+)", report)
+    if match is None:
+        return report
+    chain = " < ".join(_call_chain(match[1], match[2]))
+    return report.replace(match[0], f"\n  in {chain}" if chain else "")
+
+
+def _call_chain(offset: str, library: str) -> Iterator[str]:
+    program = shutil.which("addr2line")
+    if program is None:
+        return
+    command = [program, "-f", "-i", "-s", "-C", "-e", library, offset]
+    result = subprocess.run(command, capture_output=True, text=True)
+    lines = result.stdout.splitlines()
+    for function, place in zip(lines[::2], lines[1::2]):
+        if function.startswith("cf_body_"):
+            return
+        if not place.startswith(("?", "ptx.hpp")):
+            name = re.sub(r"[<(].*", "", function).removeprefix("cf::")
+            yield f"{name} ({place.split(' ')[0]})"
 
 
 def encode_tensor_map(request: TensorMapRequest, *, is_float16: bool = False) -> bytes:
@@ -413,8 +445,8 @@ def _libc() -> ctypes.CDLL:
 class _GuardedMemory:
     """Bytes between two guard pages, full of 0xFF (NaN in every format).
 
-    The bytes end at the upper guard page (or begin at the lower one), up to an alignment of 16. What
-    then lies between them and the other guard page must stay as it is.
+    The bytes end at the upper guard page (or begin at the lower one), up to an alignment of 16.
+    What then lies between them and the other guard page must stay as it is.
     """
 
     ALIGNMENT = 16
@@ -433,7 +465,7 @@ class _GuardedMemory:
         ctypes.memset(self._inside, 0xFF, inside)
         room = inside - nbytes
         self.address = self._inside + (0 if at_start else room // self.ALIGNMENT * self.ALIGNMENT)
-        library = _library(source.include_root())
+        library = _library()
         library.cf_emulate_add_region(
             name.encode(), self.address, nbytes, mapping, inside + 2 * page
         )
@@ -441,9 +473,8 @@ class _GuardedMemory:
         _memories.add(self)
 
     def array(self) -> NDArray[numpy.uint8]:
-        return numpy.frombuffer(
-            (ctypes.c_uint8 * self.nbytes).from_address(self.address), numpy.uint8
-        )
+        buffer = (ctypes.c_uint8 * self.nbytes).from_address(self.address)
+        return numpy.frombuffer(memoryview(buffer), numpy.uint8)
 
     def check(self) -> None:
         """Raises EmulationError if a kernel wrote beside the bytes."""
@@ -550,6 +581,7 @@ class EmulatedDevice:
         window: int,
         guard: str,
         mutant: int,
+        sanitize: bool,
         index: int,
     ) -> None:
         self.target = target
@@ -559,6 +591,7 @@ class EmulatedDevice:
         self.window = window
         self.guard = guard
         self.mutant = mutant
+        self.sanitize = sanitize
         self.index = index
         self.last_report: Report | None = None
         self._defines = (f"CF_MUTANT={mutant}",) if mutant else ()
@@ -578,9 +611,10 @@ class EmulatedDevice:
         result._view[...] = x
         return result
 
-    def empty(self, shape: Sequence[int], dtype: DTypeLike) -> EmulatedArray:
+    def empty(self, shape: int | Sequence[int], dtype: DTypeLike) -> EmulatedArray:
         """An array full of NaN (bytes 0xFF)."""
-        shape, dtype = tuple(shape), numpy.dtype(dtype)
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        dtype = numpy.dtype(dtype)
         count = int(numpy.prod(shape, dtype=numpy.int64))
         memory = _GuardedMemory(
             count * dtype.itemsize, f"{dtype}{list(shape)}", self.guard == "before"
@@ -595,7 +629,7 @@ class EmulatedDevice:
         """
         spec = launch.spec
         self.last_report = run(
-            build(source.translation_unit(spec), self._defines),
+            build(source.translation_unit(spec), self._defines, sanitize=self.sanitize),
             launch.grid[0],
             launch.params,
             launch.maps,
@@ -624,6 +658,7 @@ def device(
     window: int = 1,
     guard: str = "after",
     mutant: int = 0,
+    sanitize: bool = False,
 ) -> EmulatedDevice:
     """A device for tests, whose arrays the public functions accept.
 
@@ -637,6 +672,7 @@ def device(
         guard: "after" places arrays against the guard page above them, "before" against the one
             below.
         mutant: which barrier or wait to leave out of kernels (``ptx::kMutant``); 0 for none.
+        sanitize: whether undefined behaviour of a kernel is an error.
 
     Returns:
         The device; the same one for the same arguments.
@@ -654,6 +690,6 @@ def device(
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if guard not in ("after", "before"):
         raise ValueError(f"guard: expected 'after' or 'before', got {guard!r}")
-    key = (target, schedule, seed, race, num_sms, window, guard, mutant)
+    key = (target, schedule, seed, race, num_sms, window, guard, mutant, sanitize)
     index = _indices.setdefault(key, len(_indices))
     return EmulatedDevice(*key, index)

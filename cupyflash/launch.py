@@ -26,7 +26,7 @@ from cupyflash.errors import DriverError
 from cupyflash.params import FORWARD, TensorMapRequest
 from cupyflash.problem import DeviceInfo, Problem
 from cupyflash.schedule import plan_tiles
-from cupyflash.select import KernelSpec, tensor_maps
+from cupyflash.select import KernelSpec, siblings, tensor_maps
 from cupyflash.tensor import TensorView
 
 logger = logging.getLogger("cupyflash")
@@ -201,12 +201,16 @@ def load_kernel(spec: KernelSpec, device_index: int, stream: int = 0) -> Kernel:
         raise RuntimeError(
             f"{spec.name} is not loaded on GPU {device_index} yet, and a CUDA graph is being "
             "captured on this stream; call attention once before the capture, with the same dtype, "
-            "head dimensions and mask"
+            "head dimensions, mask and lengths"
         )
     with _kernels_lock:
         kernel = _kernels.get((spec, device_index))
         if kernel is None:
             kernel = _kernels[spec, device_index] = _load(driver, spec, device_index)
+            # Other lengths may take another tile: it should not be met cold, in a capture say.
+            for sibling in siblings(spec):
+                if (sibling, device_index) not in _kernels and default_cache().is_at_hand(sibling):
+                    _kernels[sibling, device_index] = _load(driver, sibling, device_index)
     return kernel
 
 

@@ -138,8 +138,8 @@ def check(unit: TranslationUnit, compiled: CompiledKernel) -> None:
         raise CompileError(f"{message}\n--- log\n{compiled.log}")
     if slow:
         warnings.warn(
-            f"cupyflash: {message}, under NVRTC {compiled.nvrtc_version}; the kernels are tuned for "
-            f"{TUNED_VERSION}",
+            f"cupyflash: {message}, under NVRTC {compiled.nvrtc_version}; the kernels are tuned "
+            f"for {TUNED_VERSION}",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -133,6 +133,7 @@ class Rule:
     broken_by: Callable[[Problem, DeviceInfo, Candidate], str | None]
 
 
+@functools.lru_cache(maxsize=4096)
 def spec_for(
     family: Family, tile: Tile, target: str, dtype: DType, mask: str, kernel: str = "forward"
 ) -> KernelSpec:
@@ -154,6 +155,19 @@ def spec_for(
         scheduler=tile.scheduler,
         shared_bytes=family.shared_bytes(tile),
         options=family.option_values(tile),
+    )
+
+
+def siblings(spec: KernelSpec) -> tuple[KernelSpec, ...]:
+    """The kernels that may serve the same dtype, head dimensions and mask at other lengths."""
+    family = FAMILIES[spec.family]
+    return tuple(
+        other
+        for tile in family.tiles
+        if (tile.head_dim_qk, tile.head_dim_v) == (spec.head_dim_qk, spec.head_dim_v)
+        and spec.mask in tile.masks
+        and spec.dtype in tile.dtypes
+        and (other := spec_for(family, tile, spec.target, spec.dtype, spec.mask)) != spec
     )
 
 

@@ -67,7 +67,7 @@ class Tile:
     dtypes: tuple[DType, ...] = DTYPES
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Family:
     """A kernel family: the code in ``kernels_cu/<name>/`` and the tiles it is built in.
 

@@ -13,7 +13,8 @@ using uint32_t = unsigned int;
 using int64_t = long long;
 using uint64_t = unsigned long long;
 
-// Shared-memory address (shared::cta window; shared::cluster once mapped) and tensor-memory address.
+// Shared-memory address (shared::cta window; shared::cluster once mapped) and tensor-memory
+// address.
 using saddr = uint32_t;
 using taddr = uint32_t;
 

@@ -66,3 +66,10 @@ def poisoned_pool(cupy: Any) -> Iterator[Any]:
     del blocks
     yield cupy
     cupy.cuda.Device().synchronize()
+
+
+def pytest_make_parametrize_id(config, val, argname):
+    """Names of parameters without addresses: every worker of pytest-xdist must find the same."""
+    if " at 0x" in repr(val):
+        return getattr(val, "__name__", type(val).__name__)
+    return None

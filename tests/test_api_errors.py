@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import doctest
 import inspect
+import types
+from pathlib import Path
 
 import ml_dtypes
 import numpy
@@ -215,6 +217,34 @@ def test_raw_kernels_are_for_gpus(stub, fake_cupy):  # noqa: F811
     full = FakeArray((1, 8, 1, 64), numpy.float16)
     with pytest.raises(ValueError, match="empty"):
         cupyflash.raw_kernel(empty, full, full)
+
+
+def test_a_raw_kernel_is_complete(stub, fake_cupy, monkeypatch):  # noqa: F811
+    """Path of a cubin, launch geometry, and the parameter struct by value with its tensor maps."""
+    loaded = []
+
+    class RawModule:
+        def __init__(self, path):
+            loaded.append(Path(path).read_bytes())
+
+        def get_function(self, name):
+            return types.SimpleNamespace(name=name)
+
+    fake_cupy.RawModule = RawModule
+    monkeypatch.setattr(api, "default_driver", lambda: stub.driver)
+    monkeypatch.setattr(api, "default_cache", launch.default_cache)
+    q, k, v = fake_inputs()
+    raw = cupyflash.raw_kernel(q, k, v, causal=True, return_lse=True)
+    assert loaded == [b"ELF"] and stub.log.launches == 0
+    (params,) = raw.args
+    assert isinstance(params, numpy.void) and params.dtype == FORWARD.dtype
+    assert [int(params[name]) for name in launch.TENSORS] == [
+        array.data.ptr for array in (q, k, v, raw.out, raw.lse)
+    ]
+    assert any(params["q_map"].tobytes()), "encoded"
+    assert raw.kernel.max_dynamic_shared_size_bytes == raw.shared_bytes
+    with pytest.raises(ValueError, match="stream"):
+        cupyflash.raw_kernel(q, k, v, stream=0)
 
 
 # --- types ----------------------------------------------------------------------------------------

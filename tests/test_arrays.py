@@ -84,7 +84,7 @@ def test_strides_that_split_an_element():
         cupyflash.attention(records, records, records)
 
 
-@pytest.mark.parametrize("thing", [None, 1.0, [[1.0]], "q", object(), numpy.float32(1)], ids=repr)
+@pytest.mark.parametrize("thing", [None, 1.0, [[1.0]], "q", object(), numpy.float32(1)])
 def test_what_is_no_array(thing):
     q, k, v = inputs()
     with pytest.raises((TypeError, ValueError), match="k: expected"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fractions
 import gc
+import inspect
 import math
 import os
 import subprocess
@@ -72,6 +73,9 @@ def test_causal_rows_without_a_key(path: Path) -> None:
     out, lse = attend(path, zeros(300), zeros(40), v, causal=True)
     assert (out[0, :260] == 0).all() and (lse[0, 0, :260] == -np.inf).all()
     np.testing.assert_allclose(out[0, 260:, 0, 0], 1 + np.arange(40) / 2, rtol=2e-2)
+    v[:] = np.nan  # a row that sees no key sees no NaN, though its tile does
+    poisoned, _ = attend(path, zeros(300), zeros(40), v, causal=True)
+    assert (poisoned[0, :260] == 0).all() and np.isnan(poisoned[0, 260:]).all()
     np.testing.assert_allclose(lse[0, 0, 260:], np.log(np.arange(1, 41)), atol=1e-3)
 
 
@@ -487,6 +491,25 @@ def test_a_nan_stays_in_its_own_head_and_batch_entry(path: Path) -> None:
 
 
 @every_path
+@pytest.mark.parametrize("causal", [False, True])
+def test_special_values_stay_in_their_rows(path: Path, causal: bool) -> None:
+    """B23, B25: NaN and infinite scores reach the rows that see them, no others."""
+    q, k, v = (random(1, 300, 2, 64, seed=seed) for seed in range(3))
+    q[0, 3, 0] = np.nan
+    q[0, 70, 0, 5] = np.inf  # scores of either infinity
+    q[0, 140, 0] = np.inf  # scores that are inf - inf
+    q[0, 200, 1, 5] = -np.inf
+    k[0, :, 1, 5] = np.abs(k[0, :, 1, 5])  # row 200 of head 1: every score is -inf
+    if not causal:
+        k[0, 299, 0, 0] = np.nan  # seen by all rows of head 0
+    v[0, 0, 1, 9] = np.inf  # seen by all rows of head 1
+    bounds = {"right": 0} if causal else {}
+    out, lse = attend(path, q, k, v, causal=causal)
+    comparison = reference.compare(out, lse, q, k, v, **bounds)
+    assert comparison.ok, comparison.problem
+
+
+@every_path
 @pytest.mark.parametrize("seqlen_kv", [1, 2])
 def test_very_large_finite_inputs(path: Path, seqlen_kv: int) -> None:
     """B25: max * scale and score * scale were rounded differently, and the difference exploded."""
@@ -785,6 +808,45 @@ FLIPS: dict[str, Any] = {
     "out_dtype": np.float32,
     "out_scale": np.array(2.0, np.float32),
 }
+
+
+# Arguments with tests of their own, because a flip needs other arrays or changes no value.
+TESTED_ELSEWHERE = {
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "max_seqlen_q",
+    "max_seqlen_kv",
+    "layout",
+    "out",
+    "return_lse",
+    "num_sms",
+    "stream",
+}
+
+
+def test_every_argument_is_flipped() -> None:
+    """B65: an argument that is added to the function must be added to a test."""
+    parameters = inspect.signature(cupyflash.attention).parameters
+    assert set(parameters) - {"q", "k", "v"} == FLIPS.keys() | TESTED_ELSEWHERE
+
+
+@every_path
+def test_arguments_that_do_not_apply_are_refused(path: Path) -> None:
+    """B65: packed lengths beside dense arrays, streams and SM counts where there are none."""
+    x = path.array(random(1, 8, 1, 64))
+    starts = path.array(np.array([0, 8], np.int32))
+    refused = (ValueError, TypeError, NotImplementedError)
+    for options in ({"max_seqlen_q": 8}, {"cu_seqlens_q": starts}, {"cu_seqlens_kv": starts}):
+        with pytest.raises(refused, match="seqlen"):
+            cupyflash.attention(x, x, x, **options)
+    with pytest.raises(ValueError, match="layout"):
+        cupyflash.attention(x, x, x, layout="sbhd")
+    if path is not paths.CUPY:
+        with pytest.raises(refused, match="stream"):
+            cupyflash.attention(x, x, x, stream=1)
+    for num_sms in (0, -1):
+        with pytest.raises(ValueError, match="num_sms"):
+            cupyflash.attention(x, x, x, num_sms=num_sms)
 
 
 @every_path

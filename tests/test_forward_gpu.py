@@ -149,21 +149,16 @@ def test_against_the_reference_at_a_size_where_every_multiprocessor_works(
     out, lse = cupyflash.attention(*map(cupy.asarray, (q, k, v)), causal=True, return_lse=True)
     assert cupy.isfinite(out).all() and cupy.isfinite(lse).all()
     out, lse = out.get(), lse.get()
-    for b, h, row in zip(
-        rng.integers(4, size=40),
-        rng.integers(16, size=40),
-        rng.integers(2048, size=40),
-        strict=True,
-    ):
-        one = np.s_[b : b + 1, row : row + 1, h : h + 1]
-        keys = np.s_[b : b + 1, :, h : h + 1]
+    for b, h in zip(rng.integers(4, size=8), rng.integers(16, size=8)):
+        rows = rng.integers(2048, size=40)
+        one = slice(h, h + 1)
         comparison = reference.compare(
-            out[one],
-            lse[b : b + 1, h : h + 1, row : row + 1],
-            q[one],
-            k[keys],
-            v[keys],
+            out[b : b + 1, rows, one],
+            lse[b : b + 1, one, rows],
+            q[b : b + 1, rows, one],
+            k[b : b + 1, :, one],
+            v[b : b + 1, :, one],
             right=0,
-            shift=int(row),
+            rows=rows,
         )
-        assert comparison.ok, f"batch {b}, head {h}, row {row}: {comparison.problem}"
+        assert comparison.ok, f"batch {b}, head {h}: {comparison.problem}"

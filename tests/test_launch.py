@@ -22,7 +22,7 @@ from cupyflash.cache import CacheEntry
 from cupyflash.errors import DriverError, UnsupportedError
 from cupyflash.params import FORWARD
 from cupyflash.problem import UNBOUNDED, DeviceInfo, Mask, Problem, make_problem
-from cupyflash.select import select
+from cupyflash.select import select, siblings
 from cupyflash.tensor import Device, DeviceKind, DType, TensorView, contiguous_strides
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -123,6 +123,10 @@ class StubCache:
     def __init__(self, cubins: list[bytes]) -> None:
         self.cubins = cubins
         self.refused: list[str] = []
+        self.at_hand: set[str] = set()
+
+    def is_at_hand(self, spec):
+        return spec.name in self.at_hand
 
     def get(self, spec):
         return CacheEntry(
@@ -364,6 +368,22 @@ def test_loading_does_not_disturb_a_capture_of_another_thread(stub):
     problem, views = forward()
     launch.CudaBackend(0).run(launch_of(problem, views))
     assert stub.log.loads == stub.log.relaxed_loads == 1
+
+
+def test_other_tiles_at_hand_are_loaded_along(stub, monkeypatch):
+    """So that other lengths do not meet a cold kernel inside a capture."""
+    problem, views = forward()
+    spec = launch_of(problem, views).spec
+    (sibling,) = siblings(spec)
+    cache = StubCache([b"ELF"])
+    monkeypatch.setattr(launch, "default_cache", lambda: cache)
+    launch.load_kernel(spec, 0)
+    assert (sibling, 0) not in launch._kernels, "nothing is compiled on the side"
+    launch._kernels.clear()
+    cache.at_hand.add(sibling.name)
+    launch.load_kernel(spec, 0)
+    assert (sibling, 0) in launch._kernels
+
 
 
 def test_a_cubin_that_the_driver_refuses_is_a_miss(stub, monkeypatch):

@@ -160,6 +160,9 @@ class DeviceScalar:
 
     ndim = 0
 
+    def __str__(self) -> str:
+        return "device scalar"
+
     def __float__(self):
         raise AssertionError("read from the device")
 
@@ -178,14 +181,18 @@ class DeviceScalar:
         (1j, TypeError),
         (numpy.array([0.125]), TypeError),
     ],
-    ids=str,
+    ids=["nan", "inf", "large", "device", "bool", "text", "complex", "array"],
 )
 def test_what_is_no_scale(value, error):
     with pytest.raises(error, match="softmax_scale"):
         make_problem(*qkv(), softmax_scale=value)
 
 
-@pytest.mark.parametrize("value", [True, 1.0, "1", DeviceScalar(), numpy.array([1])], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [True, 1.0, "1", DeviceScalar(), numpy.array([1])],
+    ids=lambda value: type(value).__name__,
+)
 def test_what_is_no_int(value):
     with pytest.raises(TypeError, match="count"):
         as_int("count", value)

@@ -121,6 +121,16 @@ def test_against_explicit_sums() -> None:
         np.testing.assert_allclose(lse[b, h, i], math.log(total), rtol=1e-12)
 
 
+def test_some_rows_of_a_longer_problem() -> None:
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((1, 30, 1, 8)) for _ in range(3))
+    out, lse = reference.attention(q, k, v, right=0)
+    rows = np.array([29, 0, 7])
+    some, some_lse = reference.attention(q[:, rows], k, v, right=0, rows=rows)
+    np.testing.assert_allclose(some, out[:, rows], rtol=1e-12)
+    np.testing.assert_allclose(some_lse, lse[..., rows], rtol=1e-12)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_merging_parts_gives_the_whole(packed: bool) -> None:
     rng = np.random.default_rng(1)

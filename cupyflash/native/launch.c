@@ -222,10 +222,9 @@ static CUresult encode_map(const CfTensorMap *map, uint64_t pointer, void *targe
         CU_TENSOR_MAP_L2_PROMOTION_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
-/* Writes the finished parameter struct to `params`, which must be 64-byte aligned (a tensor map is
- * encoded in place). */
-CF_EXPORT int cf_encode(const CfLaunch *launch, const CfArguments *arguments, void *params) {
-    if (!driver_is_set) return CF_ERROR_NOT_INITIALIZED;
+/* Writes the finished parameter struct to `params`. The launch's context must be current: a thread
+ * without one cannot encode a tensor map. */
+static int encode(const CfLaunch *launch, const CfArguments *arguments, void *params) {
     if (launch->struct_bytes != sizeof(CfLaunch) || launch->params_bytes > CF_MAX_PARAMS_BYTES ||
         launch->num_maps > CF_MAX_MAPS || launch->num_pointers > CF_MAX_POINTERS) {
         return CF_ERROR_STRUCT;
@@ -281,16 +280,28 @@ static CUresult launch_encoded(const CfLaunch *launch, CUstream stream, void *pa
                                 config.shared_bytes, stream, arguments, NULL);
 }
 
+/* Writes the finished parameter struct to `params`, which must be 64-byte aligned (a tensor map is
+ * encoded in place). */
+CF_EXPORT int cf_encode(const CfLaunch *launch, const CfArguments *arguments, void *params) {
+    if (!driver_is_set) return CF_ERROR_NOT_INITIALIZED;
+    int pushed;
+    int result = enter(launch->context, &pushed);
+    if (result != 0) return result;
+    result = encode(launch, arguments, params);
+    leave(pushed);
+    return result;
+}
+
 /* Launches on arguments->stream of the launch's context. The thread's current context is the same
  * afterwards, whatever the outcome. Does not synchronise and allocates nothing. */
 CF_EXPORT int cf_launch(const CfLaunch *launch, const CfArguments *arguments) {
     _Alignas(64) char params[CF_MAX_PARAMS_BYTES];
-    int result = cf_encode(launch, arguments, params);
-    if (result != 0) return result;
+    if (!driver_is_set) return CF_ERROR_NOT_INITIALIZED;
     int pushed;
-    result = enter(launch->context, &pushed);
+    int result = enter(launch->context, &pushed);
     if (result != 0) return result;
-    result = launch_encoded(launch, arguments->stream, params);
+    result = encode(launch, arguments, params);
+    if (result == 0) result = launch_encoded(launch, arguments->stream, params);
     leave(pushed);
     return result;
 }

@@ -17,13 +17,13 @@ struct KvBlocks {
   int end, count;            // `count` blocks are visited, from block end - 1 down
   int full_begin, full_end;  // those without a masked pair: [full_begin, full_end)
 
-  // The blocks that queries [visit_begin, visit_begin + visit_rows) need; whole among them are those
-  // that are whole for queries [query_begin, query_begin + query_rows). The first range is the
-  // larger one where CTAs of a cluster load each other's keys.
+  // The blocks that queries [visit_begin, visit_begin + visit_rows) need; whole among them are
+  // those that are whole for queries [query_begin, query_begin + query_rows). The first range is
+  // the larger one where CTAs of a cluster load each other's keys.
   CF_DEVICE KvBlocks(const ForwardParams& params, int visit_begin, int visit_rows, int query_begin,
                      int query_rows) {
-    // The union of the rows' ranges runs from the first row's first key to the last row's last; their
-    // intersection from the last row's first key to the first row's last.
+    // The union of the rows' ranges runs from the first row's first key to the last row's last;
+    // their intersection from the last row's first key to the first row's last.
     const KeyRange upper = visible_keys<Mask>(params, visit_begin);
     const KeyRange lower = visible_keys<Mask>(params, last_row(params, visit_begin, visit_rows));
     end = lower.end > 0 ? ceil_div(lower.end, kBlockN) : 0;

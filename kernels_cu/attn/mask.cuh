@@ -1,4 +1,5 @@
-// Which keys a query sees. A mask kind is a nested type of Config; its bounds are launch parameters.
+// Which keys a query sees. A mask kind is a nested type of Config; its bounds are launch
+// parameters.
 //
 //   NoMask      only the end of the keys
 //   CausalMask  a right bound: causal in either alignment, or a window open to the left

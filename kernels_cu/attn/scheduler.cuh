@@ -1,9 +1,10 @@
-// Which tiles a CTA (or a cluster of CTAs, on neighbouring query blocks) works on, and in which order.
+// Which tiles a CTA (or a cluster of CTAs, on neighbouring query blocks) works on, and in which
+// order.
 //
-// Tiles are numbered so that (batch, head) pairs come in sections whose keys and values fit in the L2
-// cache together; within a section the query blocks run from the longest to the shortest (under a
-// right-bounded mask: last block first) with the heads innermost, so that CTAs that run at the same
-// time share keys and values, and the tail is short.
+// Tiles are numbered so that (batch, head) pairs come in sections whose keys and values fit in the
+// L2 cache together; within a section the query blocks run from the longest to the shortest (under
+// a right-bounded mask: last block first) with the heads innermost, so that CTAs that run at the
+// same time share keys and values, and the tail is short.
 #pragma once
 #include "params.cuh"
 #include "ptx/ptx.cuh"
@@ -33,8 +34,8 @@ CF_DEVICE WorkTile decode_tile(const ForwardParams& params, int tile) {
   return work;
 }
 
-// A scheduler walks this slot's tiles; its state is one integer. `slot` of `slots` is this CTA of the
-// grid (or this cluster). Usage:
+// A scheduler walks this slot's tiles; its state is one integer. `slot` of `slots` is this CTA of
+// the grid (or this cluster). Usage:
 //   for (Scheduler s; s.valid(params, slot, slots); s.next()) ... s.tile(slot, slots) ...
 
 // One tile a slot: the hardware starts the next CTA where one ends.
@@ -47,8 +48,9 @@ struct SingleTile {
   CF_DEVICE void next() { step = 1; }
 };
 
-// As many slots as the device holds; each takes one tile of every wave, from the front of even waves
-// and from the back of odd ones, so that no slot always gets the longer tiles of a descending order.
+// As many slots as the device holds; each takes one tile of every wave, from the front of even
+// waves and from the back of odd ones, so that no slot always gets the longer tiles of a descending
+// order.
 struct PersistentStatic {
   int step = 0;  // wave
   // No overflow: num_tiles plus one wave stays below 2^31 (the host checks).

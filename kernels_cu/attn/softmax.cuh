@@ -1,25 +1,27 @@
-// Online softmax over accumulator fragments (mma.sync and wgmma share the layout): a thread holds two
-// rows, g and g + 8 of its warp's 16, and a row lies in the four lanes of equal g.
+// Online softmax over accumulator fragments (mma.sync and wgmma share the layout): a thread holds
+// two rows, g and g + 8 of its warp's 16, and a row lies in the four lanes of equal g.
 // Milakov and Gimelshein 2018 (arXiv 1805.02867); Dao et al. 2022 (arXiv 2205.14135).
 //
 // Note [The reference of a row]
-// Probabilities are exp2(s * scale - reference). Every term of a row uses the same reference, so that
-// its choice cancels in out = sum(p v) / sum(p): it only has to keep the terms in range. It starts as
-// round(max * scale) of the first keys seen and moves when it must:
+// Probabilities are exp2(s * scale - reference). Every term of a row uses the same reference, so
+// that its choice cancels in out = sum(p v) / sum(p): it only has to keep the terms in range. It
+// starts as round(max * scale) of the first keys seen and moves when it must:
 //   lazily   where the maximum is known, only once it has grown by more than kLazyGrowth: terms up
 //            to 2^8 are as exact as terms up to 1 in 16-bit floats, and most rescalings go away.
-//   freely   (kMaxFree; bfloat16 terms have float32's range) blocks without masked pairs do not look
+//   freely   (kMaxFree; bfloat16 terms have float32's range) blocks without masked pairs do not
+//   look
 //            for the maximum at all: only the row sums are tested, and a block after which one has
 //            passed kSumLimit (or is inf, or NaN) is undone and repeated with its maximum.
 //
 // Note [Large references]
 // Where |max * scale| >= 2^23 the rounding of the reference itself grows to whole powers of two and
-// all terms could overflow or vanish together. Such blocks compute (s - max) * scale instead, exactly,
-// and keep the maximum itself: their reference is `origin`, the raw maximum, and never lazy.
+// all terms could overflow or vanish together. Such blocks compute (s - max) * scale instead,
+// exactly, and keep the maximum itself: their reference is `origin`, the raw maximum, and never
+// lazy.
 //
 // Note [Rows that see nothing]
-// Masked scores are -inf. A row without a visible key so far has max = -inf; its reference is then 0,
-// so that every p is exp2(-inf) = 0 and no inf - inf arises.
+// Masked scores are -inf. A row without a visible key so far has max = -inf; its reference is then
+// 0, so that every p is exp2(-inf) = 0 and no inf - inf arises.
 #pragma once
 #include "ptx/ptx.cuh"
 
@@ -79,8 +81,8 @@ struct OnlineSoftmax {
     return false;
   }
 
-  // Replaces the scores of a block by terms. True: what was accumulated before must be multiplied by
-  // `correction` (uniform across the warp).
+  // Replaces the scores of a block by terms. True: what was accumulated before must be multiplied
+  // by `correction` (uniform across the warp).
   template <int kCount>
   CF_DEVICE bool update(float (&s)[kCount], float (&correction)[2]) {
     float previous[2], reference[2], growth[2];

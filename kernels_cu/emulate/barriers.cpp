@@ -4,7 +4,7 @@
 
 namespace cf::emulate {
 
-// --- warp -----------------------------------------------------------------------------------------
+// --- warp ----------------------------------------------------------------------------------------
 
 uint32_t shuffle(Shuffle kind, uint32_t value, int operand, Where where) {
   struct Argument {
@@ -101,7 +101,7 @@ void warp_sync(uint32_t mask, Where where) {
              [meeting](void**) { join_members(*meeting); });
 }
 
-// --- CTA barriers -----------------------------------------------------------------------------------
+// --- CTA barriers --------------------------------------------------------------------------------
 
 static void release_all(NamedBarrier& barrier) {
   for (Fiber* fiber : barrier.waiting) {
@@ -158,7 +158,7 @@ void barrier_arrive(int id, int threads, Where where) {
   maybe_yield();
 }
 
-// --- cluster barrier ------------------------------------------------------------------------------
+// --- cluster barrier -----------------------------------------------------------------------------
 
 void cluster_arrive(Where where) {
   require_architecture(90, 119, "barrier.cluster", where);
@@ -194,7 +194,7 @@ void cluster_wait(Where where) {
   maybe_yield();
 }
 
-// --- mbarriers ------------------------------------------------------------------------------------
+// --- mbarriers -----------------------------------------------------------------------------------
 
 static constexpr int64_t kMaxBytes = (1 << 20) - 1;
 
@@ -209,16 +209,27 @@ MBarrier& mbarrier_at(saddr address, const char* what) {
   return *cta.mbarriers[index - 1];
 }
 
-// The barrier, used by a thread: its initialisation must have happened before.
-static MBarrier& mbarrier_for(Fiber& fiber, saddr address, const char* what, Where where) {
-  MBarrier& barrier = mbarrier_at(address, what);
-  if (machine.race && barrier.initialiser != &fiber &&
-      fiber.clock[barrier.initialiser->agent] < barrier.init_time) {
-    machine.races.add(Hazard::kWriteRead, barrier.init_site, barrier.initialiser->agent,
-                      thread_access(fiber, where),
+// Whoever uses a barrier must know of its initialisation.
+static void check_initialised(const MBarrier& barrier, saddr address, const Access& access) {
+  if (access.agent != barrier.initialiser->agent &&
+      access.clock[barrier.initialiser->agent] < barrier.init_time) {
+    machine.races.add(Hazard::kWriteRead, barrier.init_site, barrier.initialiser->agent, access,
                       {"an mbarrier (its initialisation)", cta_of(address).index, barrier.offset});
   }
+}
+
+// The barrier at an address, for a thread that uses it.
+static MBarrier& mbarrier_for(Fiber& fiber, saddr address, const char* what, Where where) {
+  MBarrier& barrier = mbarrier_at(address, what);
+  if (machine.race) check_initialised(barrier, address, thread_access(fiber, where));
   return barrier;
+}
+
+// What an operation knows reaches those who wait for the phase.
+static void gather_origin(MBarrier& barrier, saddr address, const Origin& origin) {
+  check_initialised(barrier, address, origin.access());
+  join(barrier.gathered, *origin.clock);
+  barrier.gathered[origin.agent] = std::max(barrier.gathered[origin.agent], origin.time);
 }
 
 static void complete_if_done(MBarrier& barrier) {
@@ -299,7 +310,8 @@ void mbarrier_init(saddr address, int count, Where where) {
 void mbarrier_invalidate(saddr address, Where where) {
   Fiber& fiber = enter("mbarrier_invalidate", where);
   MBarrier& barrier = mbarrier_for(fiber, address, "mbarrier_invalidate", where);
-  if (!barrier.waiting.empty()) fail("mbarrier 0x%x is invalidated while waited for", barrier.offset);
+  if (!barrier.waiting.empty())
+    fail("mbarrier 0x%x is invalidated while waited for", barrier.offset);
   barrier.live = false;
 }
 
@@ -335,20 +347,14 @@ void mbarrier_complete_bytes(saddr address, uint32_t bytes, const Origin& origin
          "fence_proxy_async",
          barrier.offset);
   }
-  if (machine.race) {
-    join(barrier.gathered, *origin.clock);
-    barrier.gathered[origin.agent] = std::max(barrier.gathered[origin.agent], origin.time);
-  }
+  if (machine.race) gather_origin(barrier, address, origin);
   barrier.has_copies = true;
   count_arrivals(barrier, 0, -static_cast<int64_t>(bytes));
 }
 
 void mbarrier_complete_arrival(saddr address, const Origin& origin) {
   MBarrier& barrier = mbarrier_at(address, "asynchronous arrival");
-  if (machine.race) {
-    join(barrier.gathered, *origin.clock);
-    barrier.gathered[origin.agent] = std::max(barrier.gathered[origin.agent], origin.time);
-  }
+  if (machine.race) gather_origin(barrier, address, origin);
   count_arrivals(barrier, 1, 0);
 }
 
@@ -408,7 +414,7 @@ saddr map_to_cta(saddr address, uint32_t rank, Where where) {
   return (address & kSharedOffsetMask) | rank << kSharedRankShift;
 }
 
-// --- setmaxnreg -------------------------------------------------------------------------------------
+// --- setmaxnreg ----------------------------------------------------------------------------------
 
 // The pool is what the CTA was launched with: warpgroups give back to it and take from it.
 void setmaxnreg(int registers, bool increase, Where where) {

@@ -15,7 +15,7 @@ static void observe_global(const void* address, uint64_t bytes, bool write, cons
     machine.global_shadow.observe(address, bytes, write, origin.access(), machine.races);
 }
 
-// --- cp.async -------------------------------------------------------------------------------------
+// --- cp.async ------------------------------------------------------------------------------------
 
 namespace {
 
@@ -96,8 +96,8 @@ void cp_async_wait(int pending, Where where) {
   maybe_yield();
 }
 
-// Arrives when all earlier cp.async of the thread are done. Without .noinc the arrival is not part of
-// the barrier's count.
+// Arrives when all earlier cp.async of the thread are done. Without .noinc the arrival is not part
+// of the barrier's count.
 void cp_async_mbarrier_arrive(saddr barrier, bool noinc, Where where) {
   Fiber& fiber = enter("cp_async_mbarrier_arrive", where);
   if (!noinc) ++mbarrier_at(barrier, "cp_async_mbarrier_arrive").pending;
@@ -108,7 +108,7 @@ void cp_async_mbarrier_arrive(saddr barrier, bool noinc, Where where) {
   issue_ordered(fiber.copies, std::move(operation), where);
 }
 
-// --- tensor maps ----------------------------------------------------------------------------------
+// --- tensor maps ---------------------------------------------------------------------------------
 
 namespace {
 
@@ -365,7 +365,7 @@ void issue_store(Fiber& fiber, std::unique_ptr<BulkStore> operation, Where where
 
 }  // namespace
 
-// --- TMA and bulk copies --------------------------------------------------------------------------
+// --- TMA and bulk copies -------------------------------------------------------------------------
 
 void tma_prefetch(const CUtensorMap* map, Where where) {
   require_architecture(90, 129, "TMA", where);
@@ -429,7 +429,8 @@ void tma_store(const CUtensorMap* map, saddr src, int rank, Coordinates at, bool
 }
 
 static void check_bulk(const void* global, uint32_t bytes, const char* what) {
-  if (bytes == 0 || bytes % 16 != 0) fail("%s of %u bytes: a multiple of 16 is wanted", what, bytes);
+  if (bytes == 0 || bytes % 16 != 0)
+    fail("%s of %u bytes: a multiple of 16 is wanted", what, bytes);
   if (reinterpret_cast<uintptr_t>(global) % 16 != 0)
     fail("%s: global address %p is not a multiple of 16", what, global);
 }
@@ -526,7 +527,7 @@ void bulk_wait(int pending, bool read_only, Where where) {
   maybe_yield();
 }
 
-// --- exit -----------------------------------------------------------------------------------------
+// --- exit ----------------------------------------------------------------------------------------
 
 void check_thread_exit(Fiber& fiber) {
   if (fiber.copies_issued != fiber.copies_waited)

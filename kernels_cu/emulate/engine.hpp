@@ -2,20 +2,22 @@
 // state that the .cpp files of this folder share. Kernels never include it.
 //
 // Note [One OS thread]
-//   Every CUDA thread is a fiber with its own stack; exactly one runs at a time and changes only inside
-//   wrappers. A launch is therefore deterministic for a given schedule and seed, and nothing here
-//   needs a lock. Parallelism comes from running several processes.
+//   Every CUDA thread is a fiber with its own stack; exactly one runs at a time and changes only
+//   inside wrappers. A launch is therefore deterministic for a given schedule and seed, and nothing
+//   here needs a lock. Parallelism comes from running several processes.
 //
 // Note [Asynchronous operations]
-//   What hardware does in the background is an Operation. Unordered ones (TMA loads, bulk copies) lie
-//   in Machine::unordered; ordered ones (cp.async and bulk stores of a thread, wgmma of a warpgroup,
-//   tcgen05 of an issuing thread) in an OrderedQueue. The schedule decides when they run: at issue
-//   (early), only when no thread can run or a wait forces them (late), at random points (random, pct).
+//   What hardware does in the background is an Operation. Unordered ones (TMA loads, bulk copies)
+//   lie in Machine::unordered; ordered ones (cp.async and bulk stores of a thread, wgmma of a
+//   warpgroup, tcgen05 of an issuing thread) in an OrderedQueue. The schedule decides when they
+//   run: at issue (early), only when no thread can run or a wait forces them (late), at random
+//   points (random, pct).
 #pragma once
 #include <cstdarg>
 #include <cstdint>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <string>
 #include <utility>
@@ -38,7 +40,7 @@ struct Fiber;
 struct Cta;
 struct Cluster;
 
-// --- operations -----------------------------------------------------------------------------------
+// --- operations ----------------------------------------------------------------------------------
 
 // The clock at issue and the agent on whose behalf an operation touches memory.
 struct Origin {
@@ -66,7 +68,7 @@ struct OrderedQueue {
   bool listed = false;  // in Machine::queues
 };
 
-// --- threads --------------------------------------------------------------------------------------
+// --- threads -------------------------------------------------------------------------------------
 
 struct DirtyRange {
   uint32_t offset, bytes;
@@ -241,7 +243,7 @@ struct Cluster {
   ClusterBarrier barrier;
 };
 
-// --- the machine ----------------------------------------------------------------------------------
+// --- the machine ---------------------------------------------------------------------------------
 
 struct Machine {
   const KernelInfo* kernel = nullptr;
@@ -262,6 +264,7 @@ struct Machine {
   bool on_fiber = false;
   bool failed = false;
   bool failing_as_a_whole = false;  // no single thread is to blame
+  void* fault_at = nullptr;         // the instruction of a fault
   std::string report;
   Cluster* retired = nullptr;
 
@@ -301,9 +304,15 @@ extern Machine machine;
 
 // Ends the launch with a report that names kernel, schedule, seed, thread and source position.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+// Thrown by fail() when no fiber runs; from a fiber it leaves for the launch's own stack instead.
+struct Failure : std::exception {};
+[[noreturn]] void leave_fiber();
+
 std::string format_text(const char* format, ...) __attribute__((format(printf, 1, 2)));
 std::string describe_agent(Agent agent);
 std::string describe(Where where);
+std::string describe_races();
+std::string waiting_table();  // who waits where
 
 inline Fiber& self() { return *machine.running; }
 
@@ -321,7 +330,7 @@ void park();          // until another fiber calls make_ready
 void yield();
 void maybe_yield();   // random schedules: preempt here now and then
 
-// --- operations -----------------------------------------------------------------------------------
+// --- operations ----------------------------------------------------------------------------------
 
 // Lets the operation make some progress; true when it has finished.
 bool advance(Operation& operation);
@@ -331,7 +340,7 @@ void issue_ordered(OrderedQueue& queue, OperationPointer operation, Where where)
 void run_front(OrderedQueue& queue);  // to its end
 bool run_some_operation();            // false when none is pending
 
-// --- collectives ----------------------------------------------------------------------------------
+// --- collectives ---------------------------------------------------------------------------------
 
 [[noreturn]] void report_divergence(const Rendezvous& rendezvous, const char* instruction,
                                     Where where);
@@ -370,7 +379,7 @@ void warp_rendezvous(const char* instruction, Where where, void* argument, Perfo
              std::forward<Perform>(perform));
 }
 
-// --- clocks ---------------------------------------------------------------------------------------
+// --- clocks --------------------------------------------------------------------------------------
 
 inline Access thread_access(Fiber& fiber, Where where) {
   if (fiber.exposed) {
@@ -399,7 +408,7 @@ ClockPointer snapshot(Fiber& fiber);
 // The next recycled slot, for one bulk operation.
 Origin bulk_origin(Fiber& fiber, Where where);
 
-// --- shared memory --------------------------------------------------------------------------------
+// --- shared memory -------------------------------------------------------------------------------
 
 // Of the acting operation's cluster, else the thread's; fails for a bad rank or an exited CTA.
 Cta& cta_of(saddr address);
@@ -415,14 +424,14 @@ inline void observe_shared(Cta& cta, uint32_t offset, uint32_t bytes, bool write
   cta.shared_shadow.observe(offset, bytes, write, access, machine.races);
 }
 
-// --- mbarriers, seen from operations --------------------------------------------------------------
+// --- mbarriers, seen from operations -------------------------------------------------------------
 
 MBarrier& mbarrier_at(saddr address, const char* what);
 // Bytes arrived (or an arrival was made) on behalf of an operation.
 void mbarrier_complete_bytes(saddr address, uint32_t bytes, const Origin& origin);
 void mbarrier_complete_arrival(saddr address, const Origin& origin);
 
-// --- life cycle hooks of the other files ----------------------------------------------------------
+// --- life cycle hooks of the other files ---------------------------------------------------------
 
 std::shared_ptr<WgmmaQueue> make_wgmma_queue(Cta& cta, int index);
 void reset_wgmma_queue(WgmmaQueue& queue);

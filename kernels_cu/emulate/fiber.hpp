@@ -1,5 +1,5 @@
-// Stacks and the switch between them. x86-64 has a hand-written switch (about 5 ns); other machines use
-// ucontext.
+// Stacks and the switch between them. x86-64 has a hand-written switch (about 5 ns); other machines
+// use ucontext.
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
@@ -46,9 +46,12 @@ class Stacks {
   size_t count_ = 0;
 };
 
+extern Stacks stacks;  // of this process
+
 #if defined(__x86_64__)
 
-// Saves the callee-saved registers on the current stack, its pointer in *save, and continues at `load`.
+// Saves the callee-saved registers on the current stack, its pointer in *save, and continues at
+// `load`.
 extern "C" void cf_emulate_switch(void** save, void* load);
 
 inline void switch_stack(void** save, void* load) { cf_emulate_switch(save, load); }

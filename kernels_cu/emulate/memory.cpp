@@ -6,7 +6,7 @@
 
 namespace cf::emulate {
 
-// --- shared memory --------------------------------------------------------------------------------
+// --- shared memory -------------------------------------------------------------------------------
 
 Cta& cta_of(saddr address) {
   Cluster& cluster = machine.acting != nullptr ? *machine.acting->cluster : *self().cta->cluster;
@@ -88,7 +88,7 @@ void fence_proxy_async(Where where) {
   maybe_yield();
 }
 
-// --- atomics --------------------------------------------------------------------------------------
+// --- atomics -------------------------------------------------------------------------------------
 
 static uint32_t combine(Atomic operation, uint32_t old, uint32_t value) {
   switch (operation) {
@@ -126,7 +126,8 @@ void acquire_at(Fiber& fiber, const void* address) {
 }
 void observe_global(Fiber& fiber, const void* address, int bytes, bool write, Where where) {
   if (machine.race_global)
-    machine.global_shadow.observe(address, bytes, write, thread_access(fiber, where), machine.races);
+    machine.global_shadow.observe(address, bytes, write, thread_access(fiber, where),
+                                  machine.races);
 }
 void check_global(const void* address, int bytes, const char* what) {
   if (reinterpret_cast<uintptr_t>(address) % bytes != 0)
@@ -161,7 +162,7 @@ uint32_t shared_atomic(Atomic operation, saddr address, uint32_t value, Where wh
   return old;
 }
 
-// --- global memory --------------------------------------------------------------------------------
+// --- global memory -------------------------------------------------------------------------------
 
 void global_load(void* value, const void* address, int bytes, Where where) {
   Fiber& fiber = enter("global load", where);
@@ -181,8 +182,8 @@ void global_store(void* address, const void* value, int bytes, Where where) {
   maybe_yield();
 }
 
-// Called again for the same address and value, the thread spins: it then sleeps until nothing else can
-// run (see wake_pollers).
+// Called again for the same address and value, the thread spins: it then sleeps until nothing else
+// can run (see wake_pollers).
 void global_load_acquire(void* value, const void* address, int bytes, Where where) {
   Fiber& fiber = enter("acquire load", where);
   check_global(address, bytes, "acquire load");
@@ -213,7 +214,7 @@ void global_store_release(void* address, const void* value, int bytes, Where whe
 
 void global_fence(Where where) { enter("global fence", where); }
 
-// --- faults ---------------------------------------------------------------------------------------
+// --- faults --------------------------------------------------------------------------------------
 
 namespace {
 struct Region {

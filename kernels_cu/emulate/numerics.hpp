@@ -1,4 +1,5 @@
-// Arithmetic shared by the matrix instructions: formats, shared-memory matrix descriptors, products.
+// Arithmetic shared by the matrix instructions: formats, shared-memory matrix descriptors,
+// products.
 #pragma once
 #include "engine.hpp"
 
@@ -28,8 +29,8 @@ inline uint16_t bf16_bits(float value) {  // rounded to nearest even
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Where a swizzle of 32, 64 or 128 bytes puts the byte of an address: the 16-byte granule index within
-// the span is exclusive-ored with address bits 7 and up.
+// Where a swizzle of 32, 64 or 128 bytes puts the byte of an address: the 16-byte granule index
+// within the span is exclusive-ored with address bits 7 and up.
 inline uint32_t swizzled(uint32_t address, uint32_t span) {
   switch (span) {
     case 128: return address ^ (address >> 3 & 0x70);
@@ -53,8 +54,8 @@ struct MatrixDescriptor {
 MatrixDescriptor decode_descriptor_sm90(uint64_t bits);
 MatrixDescriptor decode_descriptor_sm100(uint64_t bits);
 
-// Reads elements [first, first + extent) of M or N by `depth` (K) through a descriptor from the async
-// view, to values[(i - first) * stride_extent + k * stride_depth].
+// Reads elements [first, first + extent) of M or N by `depth` (K) through a descriptor from the
+// async view, to values[(i - first) * stride_extent + k * stride_depth].
 struct GatherTo {
   float* values;
   int stride_extent, stride_depth;
@@ -62,8 +63,8 @@ struct GatherTo {
 void gather_operand(Cta& cta, const MatrixDescriptor& descriptor, Format format, bool mn_major,
                     int first, int extent, int depth, GatherTo to, const Access* access);
 
-// d[m][n] += sum over k of a[m][k] b[k][n]; rows of d are `pitch` floats apart, m a multiple of 4 and
-// n of 8.
+// d[m][n] += sum over k of a[m][k] b[k][n]; rows of d are `pitch` floats apart, m a multiple of 4
+// and n of 8.
 void multiply(float* d, size_t pitch, const float* a, const float* b, int m, int n, int k);
 
 }  // namespace cf::emulate

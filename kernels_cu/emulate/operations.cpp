@@ -5,7 +5,7 @@
 
 namespace cf::emulate {
 
-// --- formats ----------------------------------------------------------------------------------------
+// --- formats -------------------------------------------------------------------------------------
 
 namespace {
 
@@ -76,12 +76,14 @@ void unpack_register(Format format, uint32_t bits, float* values) {
   }
 }
 
-// --- descriptors and operands ---------------------------------------------------------------------
+// --- descriptors and operands --------------------------------------------------------------------
 
 static MatrixDescriptor decode_offsets(uint64_t bits) {
   if ((bits >> 49 & 7) != 0) fail("matrix descriptor: a base offset is not emulated");
-  return {static_cast<uint32_t>(bits & 0x3fff) << 4, static_cast<uint32_t>(bits >> 16 & 0x3fff) << 4,
-          static_cast<uint32_t>(bits >> 32 & 0x3fff) << 4, 0};
+  const auto field = [bits](int first) {
+    return static_cast<uint32_t>(bits >> first & 0x3fff) << 4;
+  };
+  return {field(0), field(16), field(32), 0};
 }
 
 MatrixDescriptor decode_descriptor_sm90(uint64_t bits) {
@@ -159,7 +161,7 @@ void gather_operand(Cta& cta, const MatrixDescriptor& descriptor, Format format,
   }
 }
 
-// --- products -------------------------------------------------------------------------------------
+// --- products ------------------------------------------------------------------------------------
 
 namespace {
 
@@ -195,7 +197,7 @@ void multiply(float* d, size_t pitch, const float* a, const float* b, int m, int
   }
 }
 
-// --- ldmatrix, stmatrix ---------------------------------------------------------------------------
+// --- ldmatrix, stmatrix --------------------------------------------------------------------------
 
 namespace {
 
@@ -277,7 +279,7 @@ void stmatrix(const uint32_t* registers, int count, bool transposed, saddr addre
   });
 }
 
-// --- mma.sync -------------------------------------------------------------------------------------
+// --- mma.sync ------------------------------------------------------------------------------------
 
 void mma_m16n8k16(Format format, float* d, const uint32_t* a, const uint32_t* b, Where where) {
   struct Argument {

@@ -1,6 +1,6 @@
-// The emulated twins of ptx/common.cuh, sm80.cuh, sm90.cuh, wgmma.cuh and sm100.cuh: the same names,
-// template parameters and argument order, then the caller's source position. A twin only forwards to
-// runtime.hpp; an instruction that the target does not have fails when it is executed.
+// The emulated twins of ptx/common.cuh, sm80.cuh, sm90.cuh, wgmma.cuh and sm100.cuh: the same
+// names, template parameters and argument order, then the caller's source position. A twin only
+// forwards to runtime.hpp; an instruction that the target does not have fails when it is executed.
 #pragma once
 #include "emulate/runtime.hpp"
 
@@ -35,7 +35,7 @@ namespace cf::ptx {
 inline constexpr int kArchitecture = CF_ARCH;
 inline constexpr int kMutant = CF_MUTANT;
 
-// --- common.cuh -----------------------------------------------------------------------------------
+// --- common.cuh ----------------------------------------------------------------------------------
 
 CF_DEVICE int tid() { return emulate::current->tid; }
 CF_DEVICE int lane() { return emulate::current->lane; }
@@ -100,8 +100,8 @@ CF_DEVICE void named_barrier_arrive(int id, int threads, CF_WHERE) {
   emulate::barrier_arrive(id, threads, where);
 }
 
-// The host's maths is within 1 ulp; the device's ex2 and lg2 are approximate (2 ulp, 2^-22), and its
-// ex2 and rcp flush denormals.
+// The host's maths is within 1 ulp; the device's ex2 and lg2 are approximate (2 ulp, 2^-22), and
+// its ex2 and rcp flush denormals.
 inline constexpr float kInfinity = __builtin_huge_valf();
 CF_DEVICE float ex2(float x) { return __builtin_exp2f(x); }
 CF_DEVICE float lg2(float x) { return __builtin_log2f(x); }
@@ -133,7 +133,7 @@ CF_DEVICE uint32_t pack2<f16_t>(float low, float high) {
 
 CF_DEVICE void trap(CF_WHERE) { emulate::trap(where); }
 
-// --- sm80.cuh -------------------------------------------------------------------------------------
+// --- sm80.cuh ------------------------------------------------------------------------------------
 
 CF_DEVICE void cp_async_16(saddr dst, const void* src, int source_bytes, CF_WHERE) {
   emulate::cp_async(dst, src, 16, source_bytes, where);
@@ -169,7 +169,7 @@ CF_DEVICE void mma_m16n8k16(float* d, const uint32_t (&a)[4], uint32_t b0, uint3
   emulate::mma_m16n8k16(emulate::kFormatOf<Element>, d, a, b, where);
 }
 
-// --- sm90.cuh -------------------------------------------------------------------------------------
+// --- sm90.cuh ------------------------------------------------------------------------------------
 
 CF_DEVICE void mbarrier_init(saddr bar, int count, CF_WHERE) {
   emulate::mbarrier_init(bar, count, where);
@@ -260,7 +260,7 @@ CF_DEVICE void stmatrix_x4_trans(saddr a, uint32_t r0, uint32_t r1, uint32_t r2,
 CF_DEVICE void grid_dependency_wait() {}
 CF_DEVICE void grid_dependency_launch() {}
 
-// --- wgmma.cuh ------------------------------------------------------------------------------------
+// --- wgmma.cuh -----------------------------------------------------------------------------------
 
 CF_DEVICE void wgmma_fence(CF_WHERE) { emulate::wgmma_fence(where); }
 CF_DEVICE void wgmma_commit(CF_WHERE) { emulate::wgmma_commit(where); }
@@ -287,7 +287,7 @@ CF_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint32_t b_l
   emulate::wgmma(kForm, d, a, 0, static_cast<uint64_t>(kHighB) << 32 | b_low, accumulate, where);
 }
 
-// --- sm100.cuh ------------------------------------------------------------------------------------
+// --- sm100.cuh -----------------------------------------------------------------------------------
 
 template <int kColumns>
 CF_DEVICE void tcgen05_alloc(saddr dst, CF_WHERE) {

@@ -1,10 +1,10 @@
-// The happens-before race detector: vector clocks, and shadow cells that remember the last write and
-// the reads since.
+// The happens-before race detector: vector clocks, and shadow cells that remember the last write
+// and the reads since.
 //
-// An agent is whatever makes accesses: a thread; a thread's register-side asynchronous work (cp.async,
-// tcgen05.ld and .st); a warpgroup's wgmma; a tensor pipe; one of 64 recycled slots for bulk copies.
-// A clock has one component per agent. Access A happened before access B iff B's clock at the
-// component of A's agent has reached A's time.
+// An agent is whatever makes accesses: a thread; a thread's register-side asynchronous work
+// (cp.async, tcgen05.ld and .st); a warpgroup's wgmma; a tensor pipe; one of 64 recycled slots for
+// bulk copies. A clock has one component per agent. Access A happened before access B iff B's clock
+// at the component of A's agent has reached A's time.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -35,7 +35,8 @@ using Site = uint32_t;
 class SiteTable {
  public:
   Site intern(Where where) {
-    const size_t hash = (reinterpret_cast<uintptr_t>(where.file) ^ (where.line * 0x9E3779B1u)) & 1023;
+    const size_t hash =
+        (reinterpret_cast<uintptr_t>(where.file) ^ (where.line * 0x9E3779B1u)) & 1023;
     Cached& cached = cache_[hash];
     if (cached.file == where.file && cached.line == where.line) return cached.site;
     const auto key = std::make_pair(reinterpret_cast<uintptr_t>(where.file), where.line);
@@ -70,8 +71,8 @@ class SiteTable {
   std::vector<Where> sites_;
 };
 
-// Who makes an access and what it knows. `transitive`: whoever later learns of `time` also learns all
-// of `clock` (true of threads), so that this access may stand for the earlier ones it has seen.
+// Who makes an access and what it knows. `transitive`: whoever later learns of `time` also learns
+// all of `clock` (true of threads), so that this access may stand for the earlier ones it has seen.
 struct Access {
   const Tick* clock;
   Agent agent;
@@ -134,8 +135,8 @@ struct CellPlace {
   uint64_t address;
 };
 
-// One conflicting pair of source positions, with its first instance. Agents are described at once: the
-// CTA that they belong to may have gone when the launch ends.
+// One conflicting pair of source positions, with its first instance. Agents are described at once:
+// the CTA that they belong to may have gone when the launch ends.
 struct RaceReport {
   Hazard hazard;
   Site first_site, second_site;
@@ -275,7 +276,8 @@ class TensorShadow {
 // Shadow of global memory, made as it is touched, per 4 bytes.
 class GlobalShadow {
  public:
-  void observe(const void* address, uint64_t bytes, bool write, const Access& access, RaceLog& log) {
+  void observe(const void* address, uint64_t bytes, bool write, const Access& access,
+               RaceLog& log) {
     const uint64_t begin = reinterpret_cast<uint64_t>(address) / 4;
     const uint64_t end = (reinterpret_cast<uint64_t>(address) + bytes - 1) / 4;
     for (uint64_t word = begin; word <= end; ++word) {

@@ -1,15 +1,11 @@
-// Launching, scheduling, reporting: the life of fibers and clusters.
-#include "engine.hpp"
-#include "fiber.hpp"
-
-#include <setjmp.h>
-#include <signal.h>
-#include <sys/syscall.h>
+// Launching and scheduling: the life of fibers and clusters.
 #include <time.h>
 
 #include <cstdio>
-#include <exception>
-#include <map>
+
+#include "engine.hpp"
+#include "faults.hpp"
+#include "fiber.hpp"
 
 #if defined(__x86_64__)
 asm(R"(
@@ -43,12 +39,9 @@ Identity* current = nullptr;
 int32_t grid_size = 0;
 Machine machine;
 
-namespace {
-
 Stacks stacks;
 
-// Thrown by fail() when no fiber runs.
-struct Failure : std::exception {};
+namespace {
 
 double now() {
   timespec time;
@@ -56,203 +49,15 @@ double now() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-const char* schedule_name(Schedule schedule) {
-  switch (schedule) {
-    case Schedule::kEarly: return "early";
-    case Schedule::kLate: return "late";
-    case Schedule::kRandom: return "random";
-    case Schedule::kPct: return "pct";
-  }
-  return "?";
-}
+}  // namespace
 
-std::string launch_line() {
-  std::string text = format_text("\n  kernel %s (sm_%d), schedule %s", machine.kernel->name,
-                                 machine.kernel->architecture, schedule_name(machine.schedule));
-  if (machine.random())
-    text += format_text(", seed %llu", static_cast<unsigned long long>(machine.request->seed));
-  return text;
-}
-
-std::string describe_thread(const Fiber& fiber) {
-  return format_text("cta %d (rank %d), warp %d, lane %d", fiber.cta->index, fiber.cta_rank,
-                     fiber.warp, fiber.lane);
-}
-
-void leave_with_failure(std::string text) {
-  machine.failed = true;
-  machine.report = std::move(text);
-  void* dropped;
+void leave_fiber() {
+  void* dropped = nullptr;
   switch_stack(&dropped, machine.main_stack_pointer);
   __builtin_unreachable();
 }
 
-}  // namespace
-
-std::string format_text(const char* format, ...) {
-  char buffer[1024];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(buffer, sizeof buffer, format, arguments);
-  va_end(arguments);
-  return buffer;
-}
-
-std::string describe(Where where) {
-  if (where.file == nullptr) return "the start of the kernel";
-  // From the last "kernels_cu/" on, else the name alone.
-  const std::string path = where.file;
-  size_t start = path.rfind("kernels_cu/");
-  if (start == std::string::npos) start = path.rfind('/') + 1;
-  return path.substr(start) + ":" + std::to_string(where.line);
-}
-
-void fail(const char* format, ...) {
-  char buffer[2048];
-  va_list arguments;
-  va_start(arguments, format);
-  vsnprintf(buffer, sizeof buffer, format, arguments);
-  va_end(arguments);
-  std::string text = buffer;
-  text += launch_line();
-  if (machine.failing_as_a_whole) {
-    if (machine.on_fiber) leave_with_failure(std::move(text));
-  } else if (machine.acting != nullptr) {
-    text += "\n  in an asynchronous operation issued at " + describe(machine.acting->where);
-  }
-  if (!machine.failing_as_a_whole && machine.on_fiber && machine.running != nullptr) {
-    const Fiber& fiber = *machine.running;
-    if (machine.acting != nullptr) leave_with_failure(std::move(text));
-    text += format_text("\n  at %s (%s), ", describe(fiber.where).c_str(), fiber.instruction) +
-            describe_thread(fiber);
-    leave_with_failure(std::move(text));
-  }
-  machine.failed = true;
-  machine.report = std::move(text);
-  throw Failure();
-}
-
-void trap(Where where) {
-  enter("trap", where);
-  fail("the kernel trapped");
-}
-
-void require_architecture(int first, int last, const char* instruction, Where where) {
-  const int architecture = machine.kernel->architecture;
-  if (architecture >= first && architecture <= last) return;
-  enter(instruction, where);
-  fail("%s does not exist on sm_%d", instruction, architecture);
-}
-
-// --- reports ----------------------------------------------------------------------------------------
-
-std::string describe_agent(Agent agent) {
-  if (agent >= machine.first_bulk_agent) return "bulk copy";
-  const int in_cluster = static_cast<int>(agent % machine.agents_per_cluster);
-  const Cluster& cluster = *machine.slots[agent / machine.agents_per_cluster];
-  const int threads = machine.threads * machine.cluster_size;
-  if (in_cluster < 2 * threads) {
-    const int thread = in_cluster / 2;
-    const Cta& cta = *cluster.ctas[thread / machine.threads];
-    const int tid = thread % machine.threads;
-    return format_text("cta %d (rank %d), warp %d, lane %d%s", cta.index, cta.rank, tid / kWarpSize,
-                       tid % kWarpSize, in_cluster % 2 ? " (asynchronous)" : "");
-  }
-  const int warpgroups = static_cast<int>(cluster.ctas[0]->warpgroups.size());
-  const int per_cta = warpgroups + kPipesPerCta;
-  const int rest = in_cluster - 2 * threads;
-  const Cta& cta = *cluster.ctas[rest / per_cta];
-  if (rest % per_cta < warpgroups) {
-    return format_text("cta %d (rank %d), wgmma of warpgroup %d", cta.index, cta.rank,
-                       rest % per_cta);
-  }
-  return format_text("cta %d (rank %d), tcgen05 pipe", cta.index, cta.rank);
-}
-
-void RaceLog::add(Hazard hazard, Site first_site, Agent first, const Access& second,
-                  const CellPlace& place) {
-  for (RaceReport& report : reports_) {
-    if (report.hazard == hazard && report.first_site == first_site &&
-        report.second_site == second.site) {
-      ++report.occurrences;
-      return;
-    }
-  }
-  if (reports_.size() < 16)
-    reports_.push_back({hazard, first_site, second.site, describe_agent(first),
-                        describe_agent(second.agent), place, 1});
-}
-
-static std::string describe_races() {
-  std::string text;
-  for (const RaceReport& race : machine.races.reports()) {
-    static const char* const kFirst[] = {"write", "write", "read"};
-    static const char* const kSecond[] = {"read", "write", "write"};
-    const int kind = static_cast<int>(race.hazard);
-    if (!text.empty()) text += "\n";
-    text += format_text("race on %s at 0x%llx", race.place.memory,
-                        static_cast<unsigned long long>(race.place.address));
-    if (race.place.cta >= 0) text += format_text(" of cta %d", race.place.cta);
-    text += format_text(
-        ", %llu time%s: no happens-before edge between\n    %-5s at %s by ",
-        static_cast<unsigned long long>(race.occurrences), race.occurrences == 1 ? "" : "s",
-        kFirst[kind], describe(machine.sites.where(race.first_site)).c_str());
-    text += race.first;
-    text += format_text("\n    %-5s at %s by ", kSecond[kind],
-                        describe(machine.sites.where(race.second_site)).c_str());
-    text += race.second;
-  }
-  return text + launch_line();
-}
-
-void report_divergence(const Rendezvous& meeting, const char* instruction, Where where) {
-  for (const Fiber* other : meeting.members) {
-    if (other == nullptr) continue;
-    fail("divergent collective: lane %d is at %s (%s), this lane at %s (%s)", other->lane,
-         describe(meeting.where).c_str(), meeting.instruction, describe(where).c_str(),
-         instruction);
-  }
-  fail("divergent collective");
-}
-
-// Who waits where, alike lanes of a warp together.
-static std::string waiting_table() {
-  std::map<std::string, int> rows;
-  for (const auto& cluster : machine.slots) {
-    if (!cluster->resident) continue;
-    for (const auto& cta : cluster->ctas) {
-      for (const Fiber& fiber : cta->fibers) {
-        if (fiber.done) continue;
-        std::string row = format_text("cta %4d (rank %d) warp %2d  %-22s %s", cta->index, cta->rank,
-                                      fiber.warp, fiber.instruction,
-                                      describe(fiber.where).c_str());
-        if (!fiber.parked) {
-          row += "  (could run)";
-        } else if (fiber.wait_is_mbarrier) {
-          const Cta& owner =
-              *cluster->ctas[(fiber.wait_address >> kSharedRankShift) % cluster->ctas.size()];
-          const uint32_t offset = fiber.wait_address & kSharedOffsetMask;
-          row += format_text("  barrier 0x%x parity %u", offset, fiber.wait_value);
-          const uint32_t word = (offset - kSharedBase) / 8;
-          if (word < owner.barrier_at.size() && owner.barrier_at[word] != 0) {
-            const MBarrier& barrier = *owner.mbarriers[owner.barrier_at[word] - 1];
-            row += format_text(": phase %u, %d of %d arrivals missing, %lld bytes missing",
-                               barrier.phase, barrier.pending, barrier.expected,
-                               static_cast<long long>(barrier.bytes));
-          }
-        } else if (fiber.wait_value != 0) {
-          row += format_text("  barrier %u of %u threads", fiber.wait_address, fiber.wait_value);
-        }
-        ++rows[row];
-      }
-    }
-  }
-  std::string text;
-  for (const auto& [row, lanes] : rows) text += format_text("\n    %s  x%d", row.c_str(), lanes);
-  return text;
-}
-
-// --- scheduling -------------------------------------------------------------------------------------
+// --- scheduling ----------------------------------------------------------------------------------
 
 void make_ready(Fiber* fiber) {
   fiber->parked = false;
@@ -355,8 +160,8 @@ void issue_ordered(OrderedQueue& queue, OperationPointer operation, Where where)
   maybe_yield();
 }
 
-// Nothing can run and nothing is pending: threads that only poll see "not yet". False when they have
-// been told so several times and nothing came of it.
+// Nothing can run and nothing is pending: threads that only poll see "not yet". False when they
+// have been told so several times and nothing came of it.
 static bool wake_pollers() {
   Machine& m = machine;
   if (m.pollers.empty()) return false;
@@ -451,7 +256,7 @@ void maybe_yield() {
   if (machine.random() && machine.chance(32)) yield();
 }
 
-// --- clocks -----------------------------------------------------------------------------------------
+// --- clocks --------------------------------------------------------------------------------------
 
 ClockPointer snapshot(Fiber& fiber) {
   if (fiber.snapshot_version != fiber.version) {
@@ -480,7 +285,7 @@ Agent pipe_agent(const Cta& cta, int pipe) {
   return warpgroup_agent(cta, static_cast<int>(cta.warpgroups.size()) + pipe);
 }
 
-// --- life cycle -------------------------------------------------------------------------------------
+// --- life cycle ----------------------------------------------------------------------------------
 
 static void finish_cta(Cta& cta) {
   check_tensor_exit(cta);
@@ -599,11 +404,12 @@ static void start_cluster(Cluster& cluster) {
   cluster.barrier.gathered.assign(m.race ? m.num_agents : 0, 0);
   ++m.alive_clusters;
   const int first_cta = m.next_cluster++ * m.cluster_size;
-  for (int rank = 0; rank < m.cluster_size; ++rank) start_cta(*cluster.ctas[rank], first_cta + rank);
+  for (int rank = 0; rank < m.cluster_size; ++rank)
+    start_cta(*cluster.ctas[rank], first_cta + rank);
 }
 
-// The work that may outlive a cluster's threads (global stores whose shared memory has been read) is
-// done now; anything else is an error.
+// The work that may outlive a cluster's threads (global stores whose shared memory has been read)
+// is done now; anything else is an error.
 static void retire_cluster(Cluster& cluster) {
   Machine& m = machine;
   m.running = nullptr;
@@ -649,92 +455,9 @@ static void retire_cluster(Cluster& cluster) {
   --m.alive_clusters;
 }
 
-// --- faults and the watchdog ------------------------------------------------------------------------
+// --- launching -----------------------------------------------------------------------------------
 
 namespace {
-
-constexpr double kWatchdogSeconds = 1.0;  // of CPU time inside the kernel without a wrapper call
-
-class Signals {
- public:
-  Signals() {
-    stack_t alternate{};
-    static uint8_t* memory = static_cast<uint8_t*>(mmap(nullptr, kAlternateBytes, PROT_READ | PROT_WRITE,
-                                                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-    alternate.ss_sp = memory;
-    alternate.ss_size = kAlternateBytes;
-    sigaltstack(&alternate, &old_stack_);
-    struct sigaction action {};
-    sigemptyset(&action.sa_mask);
-    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-    action.sa_sigaction = on_fault;
-    sigaction(SIGSEGV, &action, &old_segv_);
-    sigaction(SIGBUS, &action, &old_bus_);
-    action.sa_flags = SA_SIGINFO | SA_NODEFER | SA_RESTART | SA_ONSTACK;
-    action.sa_sigaction = on_watchdog;
-    sigaction(watchdog_signal(), &action, &old_watchdog_);
-    last_calls_ = ~0ull;
-    escape_set_ = false;
-    sigevent event{};
-    event.sigev_notify = SIGEV_THREAD_ID;
-    event.sigev_signo = watchdog_signal();
-    event._sigev_un._tid = static_cast<int>(syscall(SYS_gettid));
-    timer_made_ = timer_create(CLOCK_THREAD_CPUTIME_ID, &event, &timer_) == 0;
-    if (timer_made_) {
-      itimerspec period{};
-      period.it_interval.tv_sec = static_cast<time_t>(kWatchdogSeconds);
-      period.it_value = period.it_interval;
-      timer_settime(timer_, 0, &period, nullptr);
-    }
-  }
-  ~Signals() {
-    if (timer_made_) timer_delete(timer_);
-    sigaction(SIGSEGV, &old_segv_, nullptr);
-    sigaction(SIGBUS, &old_bus_, nullptr);
-    sigaction(watchdog_signal(), &old_watchdog_, nullptr);
-    sigaltstack(&old_stack_, nullptr);
-  }
-  Signals(const Signals&) = delete;
-  Signals& operator=(const Signals&) = delete;
-
-  // Where a fault goes that an operation causes while no fiber runs.
-  static inline sigjmp_buf escape_;
-  static inline bool escape_set_;
-
- private:
-  static constexpr size_t kAlternateBytes = 64 * 1024;
-  static int watchdog_signal() { return SIGRTMIN + 3; }
-
-  // Leaves the handler for the launch's own stack; the fiber is abandoned where it stands.
-  static void on_fault(int signal, siginfo_t* info, void*) {
-    if (!machine.on_fiber) {
-      if (!escape_set_) {
-        sigaction(signal, signal == SIGSEGV ? &old_segv_ : &old_bus_, nullptr);
-        return;  // faults again, in the old handler
-      }
-      machine.failed = true;
-      machine.report = describe_fault(info->si_addr) + " by an asynchronous operation" + launch_line();
-      siglongjmp(escape_, 1);
-    }
-    if (stacks.in_guard(info->si_addr)) fail("stack overflow of a thread (%zu bytes)", kStackBytes);
-    fail("%s; after the wrapper below", describe_fault(info->si_addr).c_str());
-  }
-  static void on_watchdog(int, siginfo_t*, void*) {
-    const bool stuck = machine.on_fiber && machine.calls == last_calls_;
-    last_calls_ = machine.calls;
-    if (stuck) {
-      fail("a thread runs without calling any wrapper for %.0f s (a spin on a plain load?); after "
-           "the wrapper below",
-           kWatchdogSeconds);
-    }
-  }
-
-  static inline struct sigaction old_segv_, old_bus_, old_watchdog_;
-  static inline uint64_t last_calls_;
-  stack_t old_stack_{};
-  timer_t timer_{};
-  bool timer_made_ = false;
-};
 
 void prepare_machine(const KernelInfo& kernel, const LaunchRequest& request) {
   Machine& m = machine;
@@ -750,6 +473,7 @@ void prepare_machine(const KernelInfo& kernel, const LaunchRequest& request) {
   m.calls = m.progress = m.sequence = 0;
   m.deadline = now() + request.time_limit;
   m.failed = m.failing_as_a_whole = false;
+  m.fault_at = nullptr;
   m.on_fiber = false;
   m.running = nullptr;
   m.acting = nullptr;
@@ -764,8 +488,9 @@ void prepare_machine(const KernelInfo& kernel, const LaunchRequest& request) {
   m.queues.clear();
   m.change_points.clear();
   m.lowest_priority = 1u << 19;
+  // Launches take from hundreds to millions of switches: points on a scale of powers of 8.
   for (int i = 0; i < request.change_points; ++i)
-    m.change_points.push_back(m.next_random() % 200000);
+    m.change_points.push_back(m.next_random() % (2048ull << 3 * i));
   grid_size = request.grid;
 
   const int window = std::max(1, request.window);
@@ -828,9 +553,9 @@ void check_request(const KernelInfo& kernel, const LaunchRequest& request) {
 
 void run_grid() {
   Machine& m = machine;
-  Signals signals;
-  if (sigsetjmp(Signals::escape_, 0) != 0) throw Failure();
-  Signals::escape_set_ = true;
+  FaultHandlers handlers;
+  if (sigsetjmp(handlers.escape(), 0) != 0) throw Failure();
+  handlers.escape_is_set();
   for (auto& cluster : m.slots)
     if (m.next_cluster < m.num_clusters) start_cluster(*cluster);
   while (m.alive_clusters > 0) {

@@ -1,6 +1,6 @@
-// What a kernel's host build sees of the emulator: plain declarations and nothing else. Every kernel
-// is compiled against this file, so it includes no standard header (compile time is the CI cost); the
-// library behind it is built once from the .cpp files of this folder.
+// What a kernel's host build sees of the emulator: plain declarations and nothing else. Every
+// kernel is compiled against this file, so it includes no standard header (compile time is the CI
+// cost); the library behind it is built once from the .cpp files of this folder.
 #pragma once
 #include "types.cuh"
 
@@ -8,8 +8,8 @@ namespace cf::emulate {
 
 // --- who and where ------------------------------------------------------------------------------
 
-// Source position of a wrapper call: the default argument of every wrapper, so it names the kernel's
-// own line however many headers lie between.
+// Source position of a wrapper call: the default argument of every wrapper, so it names the
+// kernel's own line however many headers lie between.
 struct Where {
   const char* file;
   int line;
@@ -29,13 +29,13 @@ struct Identity {
 extern Identity* current;
 extern int32_t grid_size;
 
-// Shared addresses: bits 0 to 23 are the offset, bits 24 and up the CTA rank in the cluster (the shape
-// of hardware's shared::cluster window). Dynamic shared memory starts at kSharedBase.
+// Shared addresses: bits 0 to 23 are the offset, bits 24 and up the CTA rank in the cluster (the
+// shape of hardware's shared::cluster window). Dynamic shared memory starts at kSharedBase.
 inline constexpr uint32_t kSharedBase = 1024;
 inline constexpr int kSharedRankShift = 24;
 inline constexpr uint32_t kSharedOffsetMask = (1u << kSharedRankShift) - 1;
 
-// --- launch ---------------------------------------------------------------------------------------
+// --- launch --------------------------------------------------------------------------------------
 
 struct KernelInfo {
   const char* name;
@@ -79,7 +79,7 @@ struct LaunchRequest {
 
 int launch(const KernelInfo& kernel, const LaunchRequest& request);
 
-// --- ordinary memory ------------------------------------------------------------------------------
+// --- ordinary memory -----------------------------------------------------------------------------
 
 void shared_load(void* value, saddr address, int bytes, Where where);
 void shared_store(saddr address, const void* value, int bytes, Where where);
@@ -93,7 +93,7 @@ enum class Atomic { kAddU32, kAddF32, kMaxS32, kExchange };
 uint32_t global_atomic(Atomic operation, void* address, uint32_t value, Where where);
 uint32_t shared_atomic(Atomic operation, saddr address, uint32_t value, Where where);
 
-// --- warp -----------------------------------------------------------------------------------------
+// --- warp ----------------------------------------------------------------------------------------
 
 enum class Shuffle { kIndex, kXor, kUp, kDown };
 uint32_t shuffle(Shuffle kind, uint32_t value, int operand, Where where);
@@ -104,7 +104,7 @@ void warp_sync(uint32_t mask, Where where);
 void ldmatrix(uint32_t* registers, int count, bool transposed, saddr address, Where where);
 void stmatrix(const uint32_t* registers, int count, bool transposed, saddr address, Where where);
 
-// --- barriers -------------------------------------------------------------------------------------
+// --- barriers ------------------------------------------------------------------------------------
 
 void barrier_sync(int id, int threads, Where where);  // threads 0: the whole CTA
 void barrier_arrive(int id, int threads, Where where);
@@ -120,7 +120,7 @@ bool mbarrier_try_wait(saddr barrier, uint32_t parity, Where where);
 void mbarrier_wait(saddr barrier, uint32_t parity, Where where);
 saddr map_to_cta(saddr address, uint32_t rank, Where where);
 
-// --- asynchronous copies --------------------------------------------------------------------------
+// --- asynchronous copies -------------------------------------------------------------------------
 
 void fence_proxy_async(Where where);
 
@@ -145,7 +145,7 @@ void bulk_copy_to_cta(saddr dst, saddr src, uint32_t bytes, saddr barrier, Where
 void bulk_commit(Where where);
 void bulk_wait(int pending, bool read_only, Where where);
 
-// --- matrix products ------------------------------------------------------------------------------
+// --- matrix products -----------------------------------------------------------------------------
 
 enum class Format : int32_t { kBf16, kF16, kE4m3, kE5m2, kTf32 };
 template <class Element>

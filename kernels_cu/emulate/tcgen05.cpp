@@ -1,9 +1,9 @@
 // Tensor memory and tcgen05.
 //
-// mma and commit of one thread form an in-order pipe; ld and st are register-side work of each thread.
-// For the race detector a warp's ld or st is an access by lane 0 to a 32-lane quarter. It is checked
-// against what lane 0 knew at its last fence::after_thread_sync, and others learn of it only through
-// wait::ld or wait::st and fence::before_thread_sync: a missing fence is a report.
+// mma and commit of one thread form an in-order pipe; ld and st are register-side work of each
+// thread. For the race detector a warp's ld or st is an access by lane 0 to a 32-lane quarter. It
+// is checked against what lane 0 knew at its last fence::after_thread_sync, and others learn of it
+// only through wait::ld or wait::st and fence::before_thread_sync: a missing fence is a report.
 #include <cmath>
 
 #include "numerics.hpp"
@@ -40,7 +40,7 @@ uint32_t* tensor_at(Cta& cta, int lane, int column) {
 
 }  // namespace
 
-// --- allocation -------------------------------------------------------------------------------------
+// --- allocation ----------------------------------------------------------------------------------
 
 void tcgen05_alloc(saddr dst, uint32_t columns, int ctas, Where where) {
   require_tcgen05("tcgen05.alloc", ctas, where);
@@ -100,7 +100,7 @@ void tcgen05_relinquish(int ctas, Where where) {
                   [](void**) { self().cta->may_allocate = false; });
 }
 
-// --- products -------------------------------------------------------------------------------------
+// --- products ------------------------------------------------------------------------------------
 
 namespace {
 
@@ -292,7 +292,7 @@ void tcgen05_commit(saddr barrier, int ctas, uint32_t cta_mask, Where where) {
   issue_ordered(fiber.cta->pipes[pipe], std::move(operation), where);
 }
 
-// --- loads and stores -----------------------------------------------------------------------------
+// --- loads and stores ----------------------------------------------------------------------------
 
 namespace {
 
@@ -355,6 +355,14 @@ TensorTransfer check_transfer(Fiber& fiber, TensorShape shape, int repeat, int c
   return {where, shape, repeat, count, address, nullptr, {}, fiber.async_time};
 }
 
+// Everything before the oldest transfer that has not been waited for may be published.
+void count_waited(Fiber& fiber) {
+  fiber.async_waited = fiber.async_time;
+  for (const auto* transfers : {&fiber.tensor_loads, &fiber.tensor_stores})
+    if (!transfers->empty())
+      fiber.async_waited = std::min(fiber.async_waited, transfers->front().time - 1);
+}
+
 // A thread's own loads and stores of the same columns need a wait between them.
 void check_own(const std::vector<TensorTransfer>& earlier, const TensorTransfer& later,
                const char* what) {
@@ -414,7 +422,7 @@ void tcgen05_wait_load(Where where) {
     }
   }
   fiber.tensor_loads.clear();
-  if (fiber.tensor_stores.empty()) fiber.async_waited = fiber.async_time;
+  count_waited(fiber);
   warp_rendezvous("tcgen05_wait_ld", where, nullptr, [](void**) {});
 }
 
@@ -428,7 +436,7 @@ void tcgen05_wait_store(Where where) {
     }
   }
   fiber.tensor_stores.clear();
-  if (fiber.tensor_loads.empty()) fiber.async_waited = fiber.async_time;
+  count_waited(fiber);
   warp_rendezvous("tcgen05_wait_st", where, nullptr, [](void**) {});
 }
 

@@ -1,8 +1,8 @@
 // wgmma: products of a warpgroup that run behind its back.
 //
-// No thread waits at an issue. Thread t deposits its operands of the warpgroup's i-th wgmma in record i;
-// when all 128 have come the operation is pending. Registers of an accumulator are taken at its first
-// use (left holding NaN) and given back by the wait that covers its last.
+// No thread waits at an issue. Thread t deposits its operands of the warpgroup's i-th wgmma in
+// record i; when all 128 have come the operation is pending. Registers of an accumulator are taken
+// at its first use (left holding NaN) and given back by the wait that covers its last.
 #include <cmath>
 
 #include "numerics.hpp"
@@ -21,8 +21,8 @@ namespace {
 
 constexpr int kWarps = kWarpgroupSize / kWarpSize;
 
-// What the warps know at an issue. Each warp reads its 16 rows of A and all of B, and none waits for
-// the others: B is checked against what all four know.
+// What the warps know at an issue. Each warp reads its 16 rows of A and all of B, and none waits
+// for the others: B is checked against what all four know.
 struct WarpClocks {
   ClockPointer of_warp[kWarps];
   ClockPointer of_all;  // the least of the four, by component
@@ -167,7 +167,8 @@ static void update_clocks(WarpClocks& clocks, std::unique_ptr<Clock> (&changes)[
   if (!changed) return;
   Clock least = *clocks.of_warp[0];
   for (int w = 1; w < kWarps; ++w)
-    for (size_t i = 0; i < least.size(); ++i) least[i] = std::min(least[i], (*clocks.of_warp[w])[i]);
+    for (size_t i = 0; i < least.size(); ++i)
+      least[i] = std::min(least[i], (*clocks.of_warp[w])[i]);
   clocks.of_all = std::make_shared<const Clock>(std::move(least));
 }
 

@@ -16,7 +16,7 @@ CF_DEVICE int num_ctas() { return static_cast<int>(gridDim.x); }
 // The value of lane 0, known to the compiler as uniform across the warp (all lanes must agree).
 CF_DEVICE int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// --- shared memory (PTX ISA: ld.shared, st.shared) ------------------------------------------------
+// --- shared memory (PTX ISA: ld.shared, st.shared) -----------------------------------------------
 
 extern __shared__ __align__(1024) uint8_t cf_dynamic_shared[];
 

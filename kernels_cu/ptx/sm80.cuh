@@ -7,7 +7,7 @@
 
 namespace cf::ptx {
 
-// --- cp.async (PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group, cp.async.wait_all) ---
+// --- cp.async (PTX ISA: cp.async, cp.async.commit_group, cp.async.wait_group, cp.async.wait_all) -
 
 // Copies `source_bytes` (0 to 16) from global to shared memory past L1 and fills the rest of the 16
 // destination bytes with zeros. Both addresses are 16-byte aligned, and `src` must be a mapped
@@ -74,8 +74,8 @@ CF_DEVICE void ldmatrix_x4_trans(uint32_t (&r)[4], saddr a) {
 // --- mma.sync (m16n8k16, 16-bit operands, float32 accumulators) --------------------------------
 //
 // d[16, 8] += a[16, 16] * b[16, 8]. With g = l / 4 and q = l % 4, lane l holds
-//   a[0..3]: rows g, g + 8, g, g + 8; columns 2q + {0, 1} (a[0], a[1]) and 2q + 8 + {0, 1} (a[2], a[3])
-//   b0, b1:  rows 2q + {0, 1} and 2q + 8 + {0, 1} of column g
+//   a[0..3]: rows g, g + 8, g, g + 8; columns 2q + {0, 1} (a[0], a[1]) and 2q + 8 + {0, 1} (a[2],
+//   a[3]) b0, b1:  rows 2q + {0, 1} and 2q + 8 + {0, 1} of column g
 //   d[0..3]: row g columns 2q, 2q + 1, then row g + 8, the same columns
 // `d` points to four registers of a local array, with an index known at compile time.
 

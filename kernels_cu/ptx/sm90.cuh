@@ -1,5 +1,5 @@
-// Instructions from sm_90 on, shared by Hopper and Blackwell: mbarrier, TMA, clusters, proxy fences,
-// stmatrix, elect, setmaxnreg, programmatic dependent launch.
+// Instructions from sm_90 on, shared by Hopper and Blackwell: mbarrier, TMA, clusters, proxy
+// fences, stmatrix, elect, setmaxnreg, programmatic dependent launch.
 // Sources: PTX ISA 8.x/9.x, sections "Parallel Synchronization and Communication Instructions:
 // mbarrier" and "Data Movement and Conversion Instructions: cp.async.bulk.tensor".
 #pragma once
@@ -25,9 +25,9 @@ CF_DEVICE void mbarrier_arrive_expect_tx(saddr bar, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes)
                : "memory");
 }
-// Arrives on the barrier of another CTA of the cluster (address from `map_to_cta`). The default form:
-// `.release.cluster` would hold the thread for 313 clocks (H200, measured) and is only needed to hand
-// over data written by ordinary stores.
+// Arrives on the barrier of another CTA of the cluster (address from `map_to_cta`). The default
+// form: `.release.cluster` would hold the thread for 313 clocks (H200, measured) and is only needed
+// to hand over data written by ordinary stores.
 CF_DEVICE void mbarrier_arrive_remote(saddr cluster_bar) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(cluster_bar) : "memory");
 }
@@ -64,8 +64,8 @@ inline constexpr uint64_t kEvictLast = 0x14F0000000000000ull;
 CF_DEVICE void tma_prefetch_descriptor(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// Loads one box at coordinates {c0 (fastest), c1, c2, c3}; `bar` receives the full box's bytes, also
-// where the box overhangs the tensor (zero filled).
+// Loads one box at coordinates {c0 (fastest), c1, c2, c3}; `bar` receives the full box's bytes,
+// also where the box overhangs the tensor (zero filled).
 CF_DEVICE void tma_load_4d(saddr dst, const CUtensorMap* map, saddr bar, int c0, int c1, int c2,
                            int c3, uint64_t policy) {
   asm volatile(

@@ -2,13 +2,14 @@
 //
 // Operand forms (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate"):
 //   wgmma_ss  A and B from shared memory; wgmma_rs  A from registers, B from shared memory.
-// A matrix descriptor is split: the low word (start address, leading byte offset) is a register, the
-// high word (stride byte offset, swizzle) a template value. 64-bit descriptors in registers would
-// have to be moved to uniform registers one by one.
+// A matrix descriptor is split: the low word (start address, leading byte offset) is a register,
+// the high word (stride byte offset, swizzle) a template value. 64-bit descriptors in registers
+// would have to be moved to uniform registers one by one.
 //
 // Fragments, for warp w of the warpgroup, g = lane / 4, q = lane % 4:
 //   D: d[4 j + e] is row 16 w + g + 8 (e / 2), column 8 j + 2 q + e % 2.
-//   A: a[0] row g, k = 2q, 2q+1; a[1] row g + 8, same k; a[2] row g, k = 8 + 2q, ...; a[3] row g + 8.
+//   A: a[0] row g, k = 2q, 2q+1; a[1] row g + 8, same k; a[2] row g, k = 8 + 2q, ...; a[3] row g +
+//   8.
 //
 // The asm statements carry no memory clobber: wgmma_fence, wgmma_commit and wgmma_wait do.
 #pragma once

@@ -11,12 +11,12 @@
 // A work tile is 256 queries of one head: two stages of 128 rows that share every key block.
 //
 // Roles (512 threads; registers per thread after setmaxnreg, together the SM's 512 x 128):
-//   warps 0-3    softmax of stage 0: one query row a thread                       192
-//   warps 4-7    softmax of stage 1                                               192
-//   warps 8-11   correction: rescales O, final scale, output through shared memory 80
-//   warp 12      one thread issues every matrix product; allocates tensor memory   48
-//   warp 13      one thread issues every TMA load                                  48
-//   warps 14-15  idle                                                              48
+//   warps 0-3    softmax of stage 0: one query row a thread                       184
+//   warps 4-7    softmax of stage 1                                               184
+//   warps 8-11   correction: rescales O, final scale, output through shared memory 88
+//   warp 12      one thread issues every matrix product; allocates tensor memory   56
+//   warp 13      one thread issues every TMA load                                  56
+//   warps 14-15  idle                                                              56
 //
 // Tensor memory (128 lanes x 512 columns, all allocated; lane = query row of a stage), for 128:
 //   S0 [0, 128)   S1 [128, 256)   O0 [256, 384)   O1 [384, 512)         (64: O0 [256, 320), ...)
@@ -54,11 +54,10 @@ inline constexpr int kGroupThreads = 128;
 inline constexpr int kCorrectionWarp = kQueryStages * kWarpsPerGroup;
 inline constexpr int kProductWarp = kCorrectionWarp + kWarpsPerGroup;
 inline constexpr int kLoadWarp = kProductWarp + 1;
-inline constexpr int kThreads = 512;
 
-inline constexpr int kSoftmaxRegisters = 192;
-inline constexpr int kCorrectionRegisters = 80;
-inline constexpr int kOtherRegisters = 48;
+inline constexpr int kSoftmaxRegisters = 184;
+inline constexpr int kCorrectionRegisters = 88;
+inline constexpr int kOtherRegisters = 56;
 static_assert(2 * kSoftmaxRegisters + kCorrectionRegisters + kOtherRegisters <= 512);
 
 // Named barriers (0 is the CTA's).
@@ -564,7 +563,7 @@ struct Correction {
       }
       const float sum = ptx::lds_f32(smem + Layout::kSums + 4 * (s * kStageRows + row));
       arrive_warp(barrier_at(smem + Layout::kSumsEmpty, s));
-      const bool empty = sum == 0.0f;  // a row with a key has p >= 2^-8 at its maximum
+      const bool empty = sum == 0.0f;  // else p of the maximum is in it, about 1 or more
       const float factor = ptx::rcp(sum);
       if constexpr (kKept<kNoOutFullWait>) {
         ptx::mbarrier_wait(barrier_at(smem + Layout::kOutFull, s), tile_phase);

@@ -1,18 +1,18 @@
 // Attention forward for sm_80 and everything after it: cp.async, ldmatrix, mma.sync.
 //
-// FlashAttention-2 (Dao 2023, arXiv 2307.08691) over the online softmax of FlashAttention (Dao et al.
-// 2022, arXiv 2205.14135; Milakov and Gimelshein 2018, arXiv 1805.02867): one CTA per tile of
+// FlashAttention-2 (Dao 2023, arXiv 2307.08691) over the online softmax of FlashAttention (Dao et
+// al. 2022, arXiv 2205.14135; Milakov and Gimelshein 2018, arXiv 1805.02867): one CTA per tile of
 // kBlockM queries of one head, rows split over the warps so that no warp ever needs another's
-// scores, keys and values streamed through shared memory from right to left, one division at the end.
-// docs/kernels/sm80_forward.md says why each choice is what it is.
+// scores, keys and values streamed through shared memory from right to left, one division at the
+// end. docs/kernels/sm80_forward.md says why each choice is what it is.
 //
 // Warps: kWarps, all alike: every thread copies, multiplies and exponentiates. A warp owns
-// kBlockM / kWarps = 16 or 32 rows; with 32 (two m16 fragments) each operand that comes out of shared
-// memory feeds two products, which halves the traffic that bounds this kernel.
+// kBlockM / kWarps = 16 or 32 rows; with 32 (two m16 fragments) each operand that comes out of
+// shared memory feeds two products, which halves the traffic that bounds this kernel.
 //
 // Registers of a thread (float32 or packed pairs), d128, 32 rows a warp, 64 keys:
-//   out 128, scores 64 (their upper half dies as they are packed into probabilities), row statistics
-//   8, one operand step 8 + 4; the rest addresses. 255, no spill.
+//   out 128, scores 64 (their upper half dies as they are packed into probabilities), row
+//   statistics 8, one operand step 8 + 4; the rest addresses. 255, no spill.
 //
 // Shared memory (bytes, kStages = S):
 //   0                 queries, later the output    kBlockM * max(d_qk, d_v) * 2
@@ -21,20 +21,22 @@
 //
 // Pipeline. Copies are committed in one order, one group per tile of keys or values:
 //   group 0 = {Q, K_0}, 1 = V_0, ..., 2 i = K_i, 2 i + 1 = V_i
-// The first 2 S groups are issued at once; then every slot is refilled as soon as all warps have read
-// it, with an empty group past the last block to keep the count, so that each wait of the loop
+// The first 2 S groups are issued at once; then every slot is refilled as soon as all warps have
+// read it, with an empty group past the last block to keep the count, so that each wait of the loop
 // leaves the 2 S - 2 newest groups in flight:
 //   wait K_0, barrier
 //   loop: S = Q K_i^T, mask | wait V_i, barrier | issue K_(i+S) | softmax, O += P V_i
 //         wait K_(i+1), barrier | issue V_(i+S)
 // The first barrier of the loop publishes V_i and says that all warps are done with K_i, whose slot
-// K_(i+S) takes; the second does the same for K_(i+1) and V_i. With S = 1 this is FlashAttention-2's
-// schedule: values travel under the score product, the next keys under the softmax and the second product.
+// K_(i+S) takes; the second does the same for K_(i+1) and V_i. With S = 1 this is
+// FlashAttention-2's schedule: values travel under the score product, the next keys under the
+// softmax and the second product.
 //
 // Note [Opaque values]
-// The loop has no register to spare, and the compiler would spend one on every loop invariant that it
-// can name. What is needed rarely (the mask's bounds, the tile's coordinates for the epilogue) is
-// recomputed from a value that went through a warp shuffle, which it can neither hoist nor reuse.
+// The loop has no register to spare, and the compiler would spend one on every loop invariant that
+// it can name. What is needed rarely (the mask's bounds, the tile's coordinates for the epilogue)
+// is recomputed from a value that went through a warp shuffle, which it can neither hoist nor
+// reuse.
 #pragma once
 #include "attn/blocks.cuh"
 #include "attn/mask.cuh"
@@ -85,9 +87,21 @@ struct ForwardLayout {
   static constexpr int kBytes = kValues + Config::kStages * kValueBytes;
 };
 
-// One thread's part in copying [kRows, kColumns] tiles of a matrix [num_rows, num_columns] in global
-// memory (one batch and head of a tensor) into swizzled tiles of shared memory: 16-byte granules, a
-// row of a chunk by neighbouring threads, the same granule of every kPassRows-th row by one thread.
+// Note [Opaque values]
+struct Thread {
+  int tid;
+  CF_DEVICE static Thread now() {
+    return {static_cast<int>(
+        ptx::shfl_idx(static_cast<uint32_t>(ptx::tid()), ptx::lane()))};
+  }
+  CF_DEVICE int lane() const { return tid & 31; }
+  CF_DEVICE int warp() const { return tid >> 5; }
+};
+
+// One thread's part in copying [kRows, kColumns] tiles of a matrix [num_rows, num_columns] in
+// global memory (one batch and head of a tensor) into swizzled tiles of shared memory: 16-byte
+// granules, a row of a chunk by neighbouring threads, the same granule of every kPassRows-th row by
+// one thread.
 template <class Tile, int kRows, int kThreads, class Element>
 struct TileCopy {
   static constexpr int kGranules = Tile::kSpan / 16;  // in a row of a chunk
@@ -103,28 +117,28 @@ struct TileCopy {
   int num_columns;        // a multiple of 8
 
   // The matrix of one batch and head, `offset` elements into a tensor.
-  CF_DEVICE TileCopy(const void* tensor, int64_t offset, int64_t stride, int num_rows,
-                     int num_columns)
+  CF_DEVICE TileCopy(Thread thread, const void* tensor, int64_t offset, int64_t stride,
+                     int num_rows, int num_columns)
       : mapped(static_cast<const Element*>(tensor)),
-        src(mapped + offset + row() * stride + column()),
+        src(mapped + offset + row(thread) * stride + column(thread)),
         stride(stride),
         num_rows(num_rows),
         num_columns(num_columns) {}
 
-  CF_DEVICE static int row() { return ptx::tid() / kGranules; }
-  CF_DEVICE static int column() { return ptx::tid() % kGranules * 8; }
+  CF_DEVICE static int row(Thread thread) { return thread.tid / kGranules; }
+  CF_DEVICE static int column(Thread thread) { return thread.tid % kGranules * 8; }
 
-  // Issues the copies of rows [row_begin, row_begin + kRows). Rows and columns that the matrix does not
-  // have become zeros (values must: 0 * NaN is NaN).
-  CF_DEVICE void fill(saddr tile, int row_begin) const {
-    const saddr dst = tile + Tile::granule_offset(kRows, row(), column() / 8);
+  // Issues the copies of rows [row_begin, row_begin + kRows). Rows and columns that the matrix does
+  // not have become zeros (values must: 0 * NaN is NaN).
+  CF_DEVICE void fill(Thread thread, saddr tile, int row_begin) const {
+    const saddr dst = tile + Tile::granule_offset(kRows, row(thread), column(thread) / 8);
     const Element* from = src + row_begin * stride;
     CF_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
-      const bool row_inside = row_begin + row() + pass * kPassRows < num_rows;
+      const bool row_inside = row_begin + row(thread) + pass * kPassRows < num_rows;
       CF_UNROLL
       for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
-        const bool inside = row_inside && column() + chunk * Tile::kChunk < num_columns;
+        const bool inside = row_inside && column(thread) + chunk * Tile::kChunk < num_columns;
         ptx::cp_async_16(dst + offset_of(pass, chunk),
                          inside ? from + chunk * Tile::kChunk : mapped, inside ? 16 : 0);
       }
@@ -132,20 +146,20 @@ struct TileCopy {
     }
   }
 
-  // Moves `rows` down the matrix (it starts in the first row). A pointer that the loop carries costs
-  // fewer registers than the parts from which the compiler would add it up.
+  // Moves `rows` down the matrix (it starts in the first row). A pointer that the loop carries
+  // costs fewer registers than the parts from which the compiler would add it up.
   CF_DEVICE void advance(int rows) { src += rows * stride; }
 
   // Issues the copies of kRows rows that all exist into a tile that `fill` has used before: columns
   // that the matrix does not have are zero already.
-  CF_DEVICE void refill(saddr tile) const {
-    const saddr dst = tile + Tile::granule_offset(kRows, row(), column() / 8);
+  CF_DEVICE void refill(Thread thread, saddr tile) const {
+    const saddr dst = tile + Tile::granule_offset(kRows, row(thread), column(thread) / 8);
     const Element* from = src;
     CF_UNROLL
     for (int pass = 0; pass < kPasses; ++pass) {
       CF_UNROLL
       for (int chunk = 0; chunk < Tile::kChunks; ++chunk) {
-        if (column() + chunk * Tile::kChunk < num_columns) {
+        if (column(thread) + chunk * Tile::kChunk < num_columns) {
           ptx::cp_async_16(dst + offset_of(pass, chunk), from + chunk * Tile::kChunk, 16);
         }
       }
@@ -206,27 +220,29 @@ struct Forward {
   // A operands of all steps of the score product (kQueryInRegisters), else of none.
   using Query = uint32_t[kQueryInRegisters ? kQkSteps : 1][kFragments][4];
 
-  CF_DEVICE static Operand<QkTile, Config::kBlockM> query_operand(saddr smem) {
-    const int row = ptx::warp() * Layout::kWarpRows + (ptx::lane() & 15);
-    return {smem + Layout::kQuery, row, ptx::lane() >> 4};
+  CF_DEVICE static Operand<QkTile, Config::kBlockM> query_operand(Thread thread, saddr smem) {
+    const int row = thread.warp() * Layout::kWarpRows + (thread.lane() & 15);
+    return {smem + Layout::kQuery, row, thread.lane() >> 4};
   }
   // Two n8 fragments of keys: {keys 0-7, 8-15} x {columns 0-7, 8-15}.
-  CF_DEVICE static Operand<QkTile, Config::kBlockN> key_operand(saddr keys) {
-    return {keys, (ptx::lane() & 7) + (ptx::lane() >> 4) * 8, (ptx::lane() >> 3) & 1};
+  CF_DEVICE static Operand<QkTile, Config::kBlockN> key_operand(Thread thread, saddr keys) {
+    return {keys, (thread.lane() & 7) + (thread.lane() >> 4) * 8, (thread.lane() >> 3) & 1};
   }
   // Transposed on the way: {keys 0-7, 8-15} x {columns 0-7, 8-15}.
-  CF_DEVICE static Operand<VTile, Config::kBlockN> value_operand(saddr values) {
-    return {values, ptx::lane() & 15, ptx::lane() >> 4};
+  CF_DEVICE static Operand<VTile, Config::kBlockN> value_operand(Thread thread, saddr values) {
+    return {values, thread.lane() & 15, thread.lane() >> 4};
   }
 
-  CF_DEVICE static void load_query_step(uint32_t (&a)[kFragments][4], saddr smem, int step) {
-    const auto operand = query_operand(smem);
+  CF_DEVICE static void load_query_step(uint32_t (&a)[kFragments][4], Thread thread, saddr smem,
+                                        int step) {
+    const auto operand = query_operand(thread, smem);
     CF_UNROLL
     for (int f = 0; f < kFragments; ++f) ptx::ldmatrix_x4(a[f], operand.at(f, step));
   }
 
   // scores += Q K^T over 16 columns.
-  CF_DEVICE static void multiply_query_keys_step(Scores& scores, const Query& query, saddr smem,
+  CF_DEVICE static void multiply_query_keys_step(Scores& scores, const Query& query,
+                                                 Thread thread, saddr smem,
                                                  const Operand<QkTile, Config::kBlockN>& keys,
                                                  int step) {
     uint32_t a[kFragments][4];
@@ -237,7 +253,7 @@ struct Forward {
         for (int i = 0; i < 4; ++i) a[f][i] = query[step][f][i];
       }
     } else {
-      load_query_step(a, smem, step);
+      load_query_step(a, thread, smem, step);
     }
     CF_UNROLL
     for (int n = 0; n < kKeySteps; ++n) {
@@ -252,9 +268,9 @@ struct Forward {
   }
 
   // scores = Q K^T, K in shared memory [kBlockN, kHeadDimQk].
-  CF_DEVICE static void multiply_query_keys(Scores& scores, const Query& query, saddr smem,
-                                            saddr keys) {
-    const auto operand = key_operand(keys);
+  CF_DEVICE static void multiply_query_keys(Scores& scores, const Query& query, Thread thread,
+                                            saddr smem, saddr keys) {
+    const auto operand = key_operand(thread, keys);
     CF_UNROLL
     for (int f = 0; f < kFragments; ++f) {
       CF_UNROLL
@@ -263,12 +279,12 @@ struct Forward {
     if constexpr (kRollSteps) {
       CF_NO_UNROLL
       for (int step = 0; step < kQkSteps; ++step) {
-        multiply_query_keys_step(scores, query, smem, operand, step);
+        multiply_query_keys_step(scores, query, thread, smem, operand, step);
       }
     } else {
       CF_UNROLL
       for (int step = 0; step < kQkSteps; ++step) {
-        multiply_query_keys_step(scores, query, smem, operand, step);
+        multiply_query_keys_step(scores, query, thread, smem, operand, step);
       }
     }
   }
@@ -284,8 +300,8 @@ struct Forward {
 
   // out += P V, V in shared memory [kBlockN, kHeadDimV].
   CF_DEVICE static void multiply_probabilities_values(Out& out, const Probabilities& p,
-                                                      saddr values) {
-    const auto operand = value_operand(values);
+                                                      Thread thread, saddr values) {
+    const auto operand = value_operand(thread, values);
     CF_UNROLL
     for (int step = 0; step < kKeySteps; ++step) {
       uint32_t a[kFragments][4];
@@ -331,16 +347,18 @@ struct Forward {
     for (int f = 0; f < kFragments; ++f) {
       float factor[2], lse[2];
       softmax[f].finish(params.softmax_scale, factor, lse);
-      scale_rows(out[f], factor);
       CF_UNROLL
       for (int r = 0; r < 2; ++r) {
         const int row = warp_row + 16 * f + g + 8 * r;
+        // A row without keys is 0 even where a NaN or an infinity in V (0 * NaN) has reached it.
+        const bool empty = factor[r] == 0.0f;
         CF_UNROLL
         for (int j = 0; j < Config::kHeadDimV / 8; ++j) {
           const float* pair = &out[f][4 * j + 2 * r];
           ptx::sts32(out_smem + VTile::granule_offset(Config::kBlockM, row, j) +
                          static_cast<uint32_t>(4 * q),
-                     ptx::pack2<Element>(pair[0], pair[1]));
+                     ptx::pack2<Element>(empty ? 0.0f : pair[0] * factor[r],
+                                         empty ? 0.0f : pair[1] * factor[r]));
         }
         if (lse_gmem != nullptr && q == 0 && query_begin + row < params.seqlen_q) {
           ptx::stg_f32(lse_gmem + query_begin + row, lse[r]);
@@ -371,18 +389,19 @@ struct Forward {
     constexpr int kStages = Config::kStages;
     constexpr int kInFlight = 2 * kStages - 2;  // groups that the loop's waits leave pending
     const saddr smem = ptx::smem_base();
+    const Thread start = Thread::now();
     const int query_begin = work.m_block * Config::kBlockM;
     const KvBlocks<Mask, Config::kBlockN> blocks(params, query_begin, Config::kBlockM);
     const int num_blocks = blocks.count;
 
     const TileCopy<QkTile, Config::kBlockM, Layout::kThreads, Element> query_copy(
-        params.q, work.batch * params.q_stride_batch + work.head_q * params.q_stride_head,
+        start, params.q, work.batch * params.q_stride_batch + work.head_q * params.q_stride_head,
         params.q_stride_seqlen, params.seqlen_q, params.head_dim_qk);
     TileCopy<QkTile, Config::kBlockN, Layout::kThreads, Element> key_copy(
-        params.k, work.batch * params.k_stride_batch + work.head_kv * params.k_stride_head,
+        start, params.k, work.batch * params.k_stride_batch + work.head_kv * params.k_stride_head,
         params.k_stride_seqlen, params.seqlen_kv, params.head_dim_qk);
     TileCopy<VTile, Config::kBlockN, Layout::kThreads, Element> value_copy(
-        params.v, work.batch * params.v_stride_batch + work.head_kv * params.v_stride_head,
+        start, params.v, work.batch * params.v_stride_batch + work.head_kv * params.v_stride_head,
         params.v_stride_seqlen, params.seqlen_kv, params.head_dim_v);
     const auto keys = [smem](int slot) {
       return smem + static_cast<uint32_t>(Layout::kKeys + slot * Layout::kKeyBytes);
@@ -402,12 +421,12 @@ struct Forward {
     Query query;
 
     if (num_blocks > 0) {
-      query_copy.fill(smem + Layout::kQuery, query_begin);
+      query_copy.fill(start, smem + Layout::kQuery, query_begin);
       CF_UNROLL
       for (int i = 0; i < kStages; ++i) {
-        if (i < num_blocks) key_copy.fill(keys(i), blocks.at(i).start);
+        if (i < num_blocks) key_copy.fill(start, keys(i), blocks.at(i).start);
         ptx::cp_async_commit();
-        if (i < num_blocks) value_copy.fill(values(i), blocks.at(i).start);
+        if (i < num_blocks) value_copy.fill(start, values(i), blocks.at(i).start);
         ptx::cp_async_commit();
       }
       key_copy.advance(blocks.at(kStages - 1).start);
@@ -416,19 +435,20 @@ struct Forward {
       if constexpr (kKept<kNoFirstBarrier>) ptx::cta_sync();
       if constexpr (kQueryInRegisters) {
         CF_UNROLL
-        for (int step = 0; step < kQkSteps; ++step) load_query_step(query[step], smem, step);
+        for (int step = 0; step < kQkSteps; ++step) load_query_step(query[step], start, smem, step);
       }
     }
     int slot = 0;
     CF_NO_UNROLL
     for (int i = 0; i < num_blocks;) {
       const KvBlock block = blocks.at(i);
+      const Thread thread = Thread::now();
       Scores scores;
-      multiply_query_keys(scores, query, smem, keys(slot));
+      multiply_query_keys(scores, query, thread, smem, keys(slot));
       if (block.partial) {
         // The shuffle keeps the rows' bounds out of the loop's registers, see Note [Opaque values].
         const int warp_row =
-            ptx::warp_uniform(query_begin) + ptx::warp() * Layout::kWarpRows + (ptx::lane() >> 2);
+            ptx::warp_uniform(query_begin) + thread.warp() * Layout::kWarpRows + (thread.lane() >> 2);
         CF_UNROLL
         for (int f = 0; f < kFragments; ++f) {
           mask_fragment<Mask>(params, scores[f], {warp_row + 16 * f, warp_row + 16 * f + 8},
@@ -440,7 +460,7 @@ struct Forward {
       if constexpr (kKept<kNoValueBarrier>) ptx::cta_sync();
       if (i + kStages < num_blocks) {
         key_copy.advance(blocks.at(i + kStages).start - blocks.at(i + kStages - 1).start);
-        key_copy.refill(keys(slot));
+        key_copy.refill(thread, keys(slot));
       }
       ptx::cp_async_commit();
       Probabilities p;
@@ -450,14 +470,14 @@ struct Forward {
         if (softmax[f].update(scores[f], correction)) scale_rows(out[f], correction);
         pack_probabilities(p[f], scores[f]);
       }
-      multiply_probabilities_values(out, p, values(slot));
+      multiply_probabilities_values(out, p, thread, values(slot));
 
       if (++i == num_blocks) break;
       if constexpr (kKept<kNoKeyWait>) ptx::cp_async_wait<kInFlight>();
       if constexpr (kKept<kNoKeyBarrier>) ptx::cta_sync();
       if (i + kStages - 1 < num_blocks) {
         value_copy.advance(blocks.at(i + kStages - 1).start - blocks.at(i + kStages - 2).start);
-        value_copy.refill(values(slot));
+        value_copy.refill(thread, values(slot));
       }
       ptx::cp_async_commit();
       slot = slot == kStages - 1 ? 0 : slot + 1;

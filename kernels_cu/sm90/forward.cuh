@@ -1,9 +1,10 @@
-// Forward attention for Hopper (sm_90a): out = softmax(q k^T * scale + mask) v, and the log-sum-exp.
+// Forward attention for Hopper (sm_90a): out = softmax(q k^T * scale + mask) v, and the
+// log-sum-exp.
 //
 // Algorithm: FlashAttention-3 (Shah et al. 2024, arXiv 2407.08608): TMA loads by a producer warp,
 // wgmma with the probabilities as register operand, softmax of one warpgroup under the products of
-// the others (ping-pong) and of its own next block (overlap). Written from the paper and the PTX ISA;
-// what this chip does is measured in docs/kernels/sm90_forward.md.
+// the others (ping-pong) and of its own next block (overlap). Written from the paper and the PTX
+// ISA; what this chip does is measured in docs/kernels/sm90_forward.md.
 //
 // Roles (registers per thread after setmaxnreg, with 2 or 3 consumer warpgroups):
 //   warpgroup 0      producer: one thread of warp 0 issues every TMA load      24 or 32
@@ -17,14 +18,16 @@
 //   out  [consumer warpgroups][64][head_dim_v]              only with kOutBuffer
 //   barriers
 //
-// Pipeline of a consumer warpgroup over its stream of key blocks j (right to left, tile after tile):
+// Pipeline of a consumer warpgroup over its stream of key blocks j (right to left, tile after
+// tile):
 //   issue S = Q K_j;  issue O += P V_{j-1};  wait S;  softmax(S);  wait O;  P = S;  rescale O
-// With kOutBuffer the stream runs on across tiles: the first block of a tile is scored while the last
-// product of the previous tile runs, whose output is then written under the next block's products.
-// Without it (large heads) the pipeline drains at every tile's end, since the output tile reuses Q.
+// With kOutBuffer the stream runs on across tiles: the first block of a tile is scored while the
+// last product of the previous tile runs, whose output is then written under the next block's
+// products. Without it (large heads) the pipeline drains at every tile's end, since the output tile
+// reuses Q.
 //
-// With kCluster = 2 the CTAs of a pair work on neighbouring query blocks and each loads half of every
-// K and V block into both (TMA multicast), which halves the L2 reads.
+// With kCluster = 2 the CTAs of a pair work on neighbouring query blocks and each loads half of
+// every K and V block into both (TMA multicast), which halves the L2 reads.
 #pragma once
 #include "attn/blocks.cuh"
 #include "attn/scheduler.cuh"
@@ -91,9 +94,10 @@ struct ForwardLayout {
   static constexpr int kOutStride = Config::kOutBuffer ? kOutBytes : kQBytes;
   static constexpr int kBarriers = Config::kOutBuffer ? kVEnd + kWarpgroups * kOutBytes : kVEnd;
 
-  // mbarriers. Full: one arrival, of the producer, with the bytes of the load. Empty: every consumer
-  // warp that has done with the buffer, K and V also those of the other CTA of a cluster, which
-  // writes into it; V and an output tile in place of Q are released by one thread a warpgroup.
+  // mbarriers. Full: one arrival, of the producer, with the bytes of the load. Empty: every
+  // consumer warp that has done with the buffer, K and V also those of the other CTA of a cluster,
+  // which writes into it; V and an output tile in place of Q are released by one thread a
+  // warpgroup.
   static constexpr int kQFull = kBarriers;  // [q stage][warpgroup] query tile loaded
   static constexpr int kQEmpty = kQFull + 8 * Config::kQStages * kWarpgroups;
   static constexpr int kKFull = kQEmpty + 8 * Config::kQStages * kWarpgroups;  // [stage]
@@ -290,8 +294,8 @@ struct Consumer {
 
   // --- hand-overs
 
-  // The order of the warpgroups' products: each waits for its turn and passes it on once its own are
-  // issued, so that one's softmax runs under another's products.
+  // The order of the warpgroups' products: each waits for its turn and passes it on once its own
+  // are issued, so that one's softmax runs under another's products.
   CF_DEVICE void await_turn() {
     if constexpr (Config::kPingPong) {
       ptx::named_barrier_sync(kTurnBarrier + warpgroup, 2 * kWarpgroupThreads);
@@ -406,6 +410,7 @@ struct Consumer {
         ptx::mma_m16n8k16<Element>(s + 8 * n + 4, a, b[2], b[3]);
       }
     }
+    ptx::warp_sync();  // all lanes have read K and Q before lane 0 gives them back
   }
 
   // --- softmax
@@ -549,7 +554,8 @@ struct Consumer {
   }
 
   // O / row_sum to shared memory, then one TMA store of the warpgroup's 64 rows; the map clips rows
-  // and columns beyond the tensor. A row without keys has factor 0 and gives zeros whatever O holds.
+  // and columns beyond the tensor. A row without keys has factor 0 and gives zeros whatever O
+  // holds.
   CF_DEVICE void store(const Output& o, const float (&factor)[2], const WorkTile& work,
                        int row_begin) {
     const saddr out_smem = smem + Layout::kOut + warpgroup * Layout::kOutStride;

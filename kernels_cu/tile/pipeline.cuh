@@ -6,8 +6,8 @@
 namespace cf {
 
 // A place in a ring of kStages: the stage, and the parity of the phase that completes there next.
-// A consumer waits on `full` with `phase`; a producer waits on `empty` with `phase ^ 1`, so that its
-// first pass through the ring does not wait.
+// A consumer waits on `full` with `phase`; a producer waits on `empty` with `phase ^ 1`, so that
+// its first pass through the ring does not wait.
 template <int kStages>
 struct RingPlace {
   int stage = 0;

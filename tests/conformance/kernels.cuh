@@ -284,7 +284,7 @@ CF_DEVICE void start_accumulators(float (&d)[kN / 2]) {
 template <class Element, int kN, int kK>
 CF_DEVICE void wgmma_k_major(const Params& p) {
   using Operand = Tile<kK>;
-  const saddr a = ptx::smem_base(), b = a + 64 * 1024;
+  const saddr a = ptx::smem_base(), b = a + 32 * 1024;
   fill_tile<Operand>(p.in, a, 64);
   fill_tile<Operand>(p.in + Operand::bytes(64), b, kN);
   ptx::fence_proxy_async();

@@ -126,9 +126,7 @@ def run(
         pointer = arrays[name].pointer if name in arrays else 0
         params[384 + 8 * i : 392 + 8 * i] = pointer.to_bytes(8, "little")
     params[408:412] = launch.size.to_bytes(4, "little")
-    maps = [
-        tensor_map(MAP_OFFSETS[name], arrays[name], *box) for name, box in launch.boxes.items()
-    ]
+    maps = [tensor_map(MAP_OFFSETS[name], arrays[name], *box) for name, box in launch.boxes.items()]
     report = emulate.run(
         kernel.build(),
         kernel.grid,

@@ -189,13 +189,13 @@ HAZARDS = [
         Launch(a=NUMBERS),
         race=False,
     ),
-    Hazard(
-        "cp_async_wait_too_weak", cp_async(wait="cp_async_wait<2>();"), RACE, Launch(a=NUMBERS)
-    ),
+    Hazard("cp_async_wait_too_weak", cp_async(wait="cp_async_wait<2>();"), RACE, Launch(a=NUMBERS)),
     Hazard("cp_async_no_barrier", cp_async(sync_full=""), RACE, Launch(a=NUMBERS)),
     Hazard("cp_async_refill_too_early", cp_async(sync_empty=""), RACE, Launch(a=NUMBERS)),
     Hazard(
-        "cp_async_not_committed", cp_async(commit=""), "cp.async that no wait|" + RACE,
+        "cp_async_not_committed",
+        cp_async(commit=""),
+        "cp.async that no wait|" + RACE,
         Launch(a=NUMBERS),
     ),
     Hazard(
@@ -227,8 +227,12 @@ HAZARDS = [
     ),
     Hazard(
         "mbarrier_too_many_arrivals",
-        barrier("mbarrier_expect(bar); for (int i = 0; i < 3; ++i) mbarrier_arrive(bar);".replace(
-            "mbarrier_expect(bar);", "if (tid() == 0) mbarrier_arrive_expect_tx(bar, 16);"), 2),
+        barrier(
+            "mbarrier_expect(bar); for (int i = 0; i < 3; ++i) mbarrier_arrive(bar);".replace(
+                "mbarrier_expect(bar);", "if (tid() == 0) mbarrier_arrive_expect_tx(bar, 16);"
+            ),
+            2,
+        ),
         "1 arrivals where 0 of 2 are missing",
     ),
     Hazard(
@@ -251,12 +255,17 @@ HAZARDS = [
     Hazard("mbarrier_count", barrier("", 0), "mbarrier_init with a count of 0"),
     Hazard("mbarrier_misaligned", barrier("mbarrier_wait(bar + 4, 0);"), "not a multiple of 8"),
     # TMA loads
-    Hazard("tma_read_without_wait", ring(wait_full=""), RACE + "|deadlock|arrivals where",
-           RING_LAUNCH),
+    Hazard(
+        "tma_read_without_wait", ring(wait_full=""), RACE + "|deadlock|arrivals where", RING_LAUNCH
+    ),
     Hazard(
         "tma_left_at_exit",
-        Kernel(RING.format(**GOOD_RING).replace("i < rounds", "i < rounds - (warp() ? 1 : 0)"),
-               "sm_90a", threads=64, shared_bytes=4128),
+        Kernel(
+            RING.format(**GOOD_RING).replace("i < rounds", "i < rounds - (warp() ? 1 : 0)"),
+            "sm_90a",
+            threads=64,
+            shared_bytes=4128,
+        ),
         "exits with copies into its shared memory that nobody has waited for"
         "|ends with a TMA load in flight|after that CTA has exited",
         RING_LAUNCH,
@@ -286,25 +295,36 @@ HAZARDS = [
         RACE,
         RING_LAUNCH,
     ),
-    Hazard("tma_too_few_bytes_announced", ring(bytes="1024"), "deadlock|overflow|nobody|race",
-           RING_LAUNCH),
+    Hazard(
+        "tma_too_few_bytes_announced",
+        ring(bytes="1024"),
+        "deadlock|overflow|nobody|race",
+        RING_LAUNCH,
+    ),
     Hazard(
         "tma_too_many_bytes_announced",
         ring(bytes="4096"),
         r"deadlock(.|\n)*2048 bytes missing",
         RING_LAUNCH,
     ),
-    Hazard("tma_barrier_not_fenced", ring(fence_init=""), "not followed by fence_mbarrier_init",
-           RING_LAUNCH),
     Hazard(
-        "tma_barrier_not_synchronised", ring(sync=""),
-        "race on an mbarrier|no mbarrier has been initialised", RING_LAUNCH,
+        "tma_barrier_not_fenced",
+        ring(fence_init=""),
+        "not followed by fence_mbarrier_init",
+        RING_LAUNCH,
+    ),
+    Hazard(
+        "tma_barrier_not_synchronised",
+        ring(sync=""),
+        "race on an mbarrier|no mbarrier has been initialised",
+        RING_LAUNCH,
     ),
     Hazard(
         "tma_destination_misaligned",
         Kernel(
-            "if (tid() == 0) { mbarrier_init(smem_base(), 1); fence_mbarrier_init();"
-            " tma_load_4d(smem_base() + 64, &params.a_map, smem_base(), 0, 0, 0, 0, kEvictNormal); }",
+            "const saddr bar = smem_base();"
+            " if (tid() == 0) { mbarrier_init(bar, 1); fence_mbarrier_init();"
+            " tma_load_4d(bar + 64, &params.a_map, bar, 0, 0, 0, 0, kEvictNormal); }",
             "sm_90a",
         ),
         "TMA destination: address .* is not a multiple of 128",
@@ -340,10 +360,10 @@ HAZARDS = [
         map_over(NUMBERS.reshape(1, 64, 64), (32, 16, 1)), "map_rank", "a 4d TMA load .* rank 3"
     ),
     # TMA stores
-    Hazard("store_not_committed", store(commit=""), "tma_wait_read is missing|race",
-           STORE_LAUNCH),
-    Hazard("store_read_not_awaited", store(wait=""), RACE + "|tma_wait_read is missing",
-           STORE_LAUNCH),
+    Hazard("store_not_committed", store(commit=""), "tma_wait_read is missing|race", STORE_LAUNCH),
+    Hazard(
+        "store_read_not_awaited", store(wait=""), RACE + "|tma_wait_read is missing", STORE_LAUNCH
+    ),
     Hazard("store_of_unwritten_rows", store(sync=""), RACE, STORE_LAUNCH),
     Hazard("store_reuse_not_synchronised", store(sync_reuse=""), RACE, STORE_LAUNCH),
     Hazard(
@@ -476,9 +496,7 @@ def test_reduce_add(schedule: str, seed: int) -> None:
         "tma_store_4d(&params.out_map, tile, 0, 16 * i,",
         "tma_reduce_add_4d(&params.out_map, tile, 0, 0,",
     )
-    launch = Launch(
-        out=np.ones((1, 1, 16, 32), np.float32), boxes={"out": ((32, 16, 1, 1), 0)}
-    )
+    launch = Launch(out=np.ones((1, 1, 16, 32), np.float32), boxes={"out": ((32, 16, 1, 1), 0)})
     out, _ = run(Kernel(body, "sm_90a", threads=64), launch, schedule=schedule, seed=seed)
     np.testing.assert_array_equal(out.ravel(), 3 * np.arange(512) + 1 + 512 * 3)
 

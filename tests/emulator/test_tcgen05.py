@@ -15,9 +15,9 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
 ]
 
-# D[128, 64] = A[128, 64] B[64, 64]^T, twice. A and B come by TMA; warp 4 loads and multiplies, warps
-# 0 to 3 read tensor memory. The second product takes A from tensor memory, where warps 0 to 3 put
-# the first product, rounded to bfloat16.
+# D[128, 64] = A[128, 64] B[64, 64]^T, twice. A and B come by TMA; warp 4 loads and multiplies,
+# warps 0 to 3 read tensor memory. The second product takes A from tensor memory, where warps 0 to 3
+# put the first product, rounded to bfloat16.
 PRODUCT = """
   const saddr a = smem_base(), b = a + 16384, full = b + 8192, done = full + 8, ready = full + 16;
   const saddr slot = full + 24;
@@ -129,8 +129,12 @@ HAZARDS = [
     hazard("no_commit", "deadlock", commit=""),
     hazard("product_not_awaited", TMEM_RACE + "|in flight", wait_done=""),
     hazard("fence_after_missing_before_load", TMEM_RACE, fence_after_done=""),
-    hazard("scores_load_not_awaited", "tcgen05.ld or tcgen05.st that no wait|race|not been waited",
-           wait_load="", wait_store=""),
+    hazard(
+        "scores_load_not_awaited",
+        "tcgen05.ld or tcgen05.st that no wait|race|not been waited",
+        wait_load="",
+        wait_store="",
+    ),
     hazard("store_not_awaited", TMEM_RACE + "|not been waited for|no wait", wait_store=""),
     hazard("fence_before_missing", TMEM_RACE, fence_before=""),
     hazard("fence_after_missing_before_product", TMEM_RACE, fence_after=""),
@@ -138,18 +142,33 @@ HAZARDS = [
     hazard("second_product_not_awaited", TMEM_RACE + "|in flight", wait_again=""),
     hazard("dealloc_races_with_loads", TMEM_RACE, last_fence_before=""),
     hazard("no_dealloc", "exits without tcgen05.dealloc", dealloc=""),
-    hazard("dealloc_twice", "column 0 is not allocated",
-           dealloc="if (warp() == 4) { tcgen05_dealloc<128>(d); tcgen05_dealloc<128>(d); }"),
-    hazard("no_alloc", "tensor memory column|columns", alloc="if (lane() == 0) sts32(slot, 0);",
-           dealloc=""),
-    hazard("too_few_columns", "column 64 is not allocated", alloc="tcgen05_alloc<64>(slot);",
-           dealloc="if (warp() == 4) tcgen05_dealloc<64>(d);"),
-    hazard("no_such_shape", "M 192 and N 64 do not exist",
-           form="tcgen05_instruction_descriptor<bf16_t>(192, 64, false)"),
+    hazard(
+        "dealloc_twice",
+        "column 0 is not allocated",
+        dealloc="if (warp() == 4) { tcgen05_dealloc<128>(d); tcgen05_dealloc<128>(d); }",
+    ),
+    hazard(
+        "no_alloc",
+        "tensor memory column|columns",
+        alloc="if (lane() == 0) sts32(slot, 0);",
+        dealloc="",
+    ),
+    hazard(
+        "too_few_columns",
+        "column 64 is not allocated",
+        alloc="tcgen05_alloc<64>(slot);",
+        dealloc="if (warp() == 4) tcgen05_dealloc<64>(d);",
+    ),
+    hazard(
+        "no_such_shape",
+        "M 192 and N 64 do not exist",
+        form="tcgen05_instruction_descriptor<bf16_t>(192, 64, false)",
+    ),
     Hazard(
         "descriptor_version",
-        Kernel(product().body.replace("| 0x4000 |", "|"), "sm_100f", threads=160,
-               shared_bytes=24640),
+        Kernel(
+            product().body.replace("| 0x4000 |", "|"), "sm_100f", threads=160, shared_bytes=24640
+        ),
         "the version field is 0, not 1",
         LAUNCH,
     ),
@@ -173,8 +192,10 @@ HAZARDS = [
     ),
     Hazard(
         "store_over_a_load",
-        alone("tcgen05_ld<32>(s, d); float z[32] = {}; tcgen05_st<32>(d, z); tcgen05_wait_st();"
-              " tcgen05_wait_ld();"),
+        alone(
+            "tcgen05_ld<32>(s, d); float z[32] = {}; tcgen05_st<32>(d, z); tcgen05_wait_st();"
+            " tcgen05_wait_ld();"
+        ),
         r"tcgen05.st over columns whose tcgen05.ld has not been waited for \(issued at test.cpp",
     ),
     Hazard(
@@ -195,9 +216,7 @@ def test_hazard(hazard: Hazard) -> None:
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize(("schedule", "seed"), MODES)
 def test_products(schedule: str, seed: int, window: int) -> None:
-    kernel = Kernel(
-        product().body, "sm_100f", threads=160, shared_bytes=16384 + 8192 + 64, grid=2
-    )
+    kernel = Kernel(product().body, "sm_100f", threads=160, shared_bytes=16384 + 8192 + 64, grid=2)
     out, report = run(kernel, LAUNCH, schedule=schedule, seed=seed, window=window)
     np.testing.assert_array_equal(out, EXPECTED)
     assert report.mma == 2 * 8
@@ -222,8 +241,8 @@ SHAPES = """
   const emulate::Where here = emulate::Where::here();
   if (tid() == 0) {{ mbarrier_init(done, 1); fence_mbarrier_init(); }}
   if (warp() == 0) emulate::tcgen05_alloc(slot, 256, kCtas, here);
-  // Without swizzle: 8 rows of 16 bytes are a core matrix of 128 bytes. Here the 4 core matrices along
-  // K are adjacent.
+  // Without swizzle: 8 rows of 16 bytes are a core matrix of 128 bytes. Here the 4 core matrices
+  // along K are adjacent.
   const uint32_t* a_words = static_cast<const uint32_t*>(params.a) + rank * kRows * 16;
   const uint32_t* b_words = static_cast<const uint32_t*>(params.b) + rank * kColumns * 16;
   for (int i = tid(); i < kRows * 16; i += 128) {{

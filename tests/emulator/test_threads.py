@@ -148,12 +148,15 @@ HAZARDS = [
     ),
     Hazard(
         "stack_overflow",
-        Kernel("stg_f32(params.out, deep(params.size));", functions="""
+        Kernel(
+            "stg_f32(params.out, deep(params.size));",
+            functions="""
 __attribute__((noinline)) float deep(int n) {
   volatile char pad[4096];
   pad[0] = char(n);
   return n == 0 ? pad[0] : deep(n - 1) + pad[0];
-}"""),
+}""",
+        ),
         "stack overflow of a thread",
         Launch(size=1000),
     ),
@@ -180,9 +183,7 @@ __attribute__((noinline)) float deep(int n) {
         "race on global memory",
         race="global",
     ),
-    Hazard(
-        "elect_on_sm80", Kernel("elect_one();"), r"elect.sync does not exist on sm_80"
-    ),
+    Hazard("elect_on_sm80", Kernel("elect_one();"), r"elect.sync does not exist on sm_80"),
 ]
 
 

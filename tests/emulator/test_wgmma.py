@@ -18,8 +18,8 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
 ]
 
-# D[64, 64] = A[64, 128] B[64, 128]^T in two halves of K. A warpgroup writes A and B to shared memory
-# as two tiles of 64 x 64 with 128-byte swizzle; A comes from there or from registers.
+# D[64, 64] = A[64, 128] B[64, 128]^T in two halves of K. A warpgroup writes A and B to shared
+# memory as two tiles of 64 x 64 with 128-byte swizzle; A comes from there or from registers.
 PRODUCT = """
   const saddr a = smem_base(), b = a + 16384;
   const uint32_t* sources[2] = {{static_cast<const uint32_t*>(params.a),
@@ -155,7 +155,8 @@ HAZARDS = [
         r"deadlock(.|\n)*setmaxnreg.inc",
     ),
     Hazard(
-        "registers_not_a_multiple_of_8", registers("setmaxnreg_dec<100>();"),
+        "registers_not_a_multiple_of_8",
+        registers("setmaxnreg_dec<100>();"),
         "a multiple of 8 from 24 to 256",
     ),
     Hazard(
@@ -201,7 +202,7 @@ def test_wait_for_all_but_one_group(schedule: str, seed: int) -> None:
 
 @pytest.mark.parametrize("schedule", ["early", "late", "random"])
 def test_a_wait_that_is_too_weak_leaves_nan(schedule: str) -> None:
-    kernel = product(wait="wgmma_wait<1>();") .body + "  wgmma_wait<0>();"
+    kernel = product(wait="wgmma_wait<1>();").body + "  wgmma_wait<0>();"
     out, _ = run(
         Kernel(kernel, "sm_90a", threads=128, shared_bytes=32768), launch(), schedule=schedule
     )
