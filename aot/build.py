@@ -107,7 +107,6 @@ def _build(spec: KernelSpec, out: Path, digests: dict[str, str]) -> Built:
         return Built(file, "", f"{label}: FAILED", str(error))
     path.parent.mkdir(parents=True, exist_ok=True)
     cache.write_atomically(path, compiled.cubin)
-    path.chmod(0o644)
     digest = cache.digest_of(compiled.cubin)
     size = len(compiled.cubin) / 1e3
     note = f"{compiled.registers} registers, {size:.0f} kB, {compiled.seconds:.1f} s"
@@ -131,7 +130,6 @@ def _write_index(out: Path, built: Sequence[Built]) -> None:
             path.unlink()
     index = {"nvrtc": nvrtc.installed_version() if built else None, "cubins": kept}
     cache.write_atomically(out / cache.INDEX, json.dumps(index, indent=1).encode())
-    (out / cache.INDEX).chmod(0o644)
 
 
 if __name__ == "__main__":

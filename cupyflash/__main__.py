@@ -474,7 +474,8 @@ def _list_cache(store: cache.CubinCache) -> int:
             f"{size:.0f} kB"
         )
     packaged = len(store.packaged_files())
-    print(f"{count} kernels; {packaged} more in the package")
+    emulated = len(_emulated_files(store))
+    print(f"{count} kernels; {packaged} more in the package; {emulated} files of the emulator")
     return 0
 
 
@@ -500,8 +501,18 @@ def _clear_cache(store: cache.CubinCache) -> int:
         count += 1
     if store.directory is not None:
         cache.remove_leftovers(store.directory, older_than_seconds=0.0)
-    print(f"{count} kernels removed")
+    emulated = _emulated_files(store)
+    for path in emulated:
+        path.unlink(missing_ok=True)
+    print(f"{count} kernels removed, {len(emulated)} files of the emulator")
     return 0
+
+
+def _emulated_files(store: cache.CubinCache) -> list[Path]:
+    """What the emulator built with g++ and keeps beside the cubins."""
+    if store.directory is None:
+        return []
+    return [path for path in (store.directory / "emulate").glob("*") if path.is_file()]
 
 
 # --- progress -------------------------------------------------------------------------------------

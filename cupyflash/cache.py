@@ -336,6 +336,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
+        os.chmod(temporary, 0o644)  # users may share a cache; mkstemp thinks of one
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -13,32 +13,27 @@ Nothing in the package chooses the emulator by itself.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
-import hashlib
 import mmap
-import os
-import platform
 import re
 import shutil
 import struct
 import subprocess
-import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy
 from numpy.typing import DTypeLike, NDArray
 
-from cupyflash import source
-from cupyflash.cache import default_directory
-from cupyflash.errors import CompileError, EmulationError
+from cupyflash import gxx, source
+from cupyflash.errors import EmulationError
 from cupyflash.params import TensorMapRequest
 from cupyflash.problem import DeviceInfo
 
@@ -56,37 +51,6 @@ _CHANGE_POINTS = 3  # of the pct schedule
 _REPORT_BYTES = 1 << 16
 _TENSOR_MAP_MAGIC = 0x70614D726F736E54
 _RACE_SHARED, _RACE_GLOBAL = 1, 2
-
-_COMMON_FLAGS = ("-std=c++20", "-fno-strict-aliasing", "-fPIC", "-shared")
-_KERNEL_FLAGS = ("-O1", "-g1", "-ffp-contract=off")
-_SANITIZE_FLAGS = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
-_LIBRARY_FLAGS = ("-O3", "-ffp-contract=fast", "-fvisibility-inlines-hidden")
-_LIBRARY_SOURCES = (
-    "runtime.cpp",
-    "reports.cpp",
-    "faults.cpp",
-    "memory.cpp",
-    "barriers.cpp",
-    "copies.cpp",
-    "operations.cpp",
-    "wgmma.cpp",
-    "tcgen05.cpp",
-)
-
-
-class Unit(Protocol):
-    """What ``build`` needs of a ``source.TranslationUnit``."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def text(self) -> str: ...
-    @property
-    def target(self) -> str: ...
-    @property
-    def include_root(self) -> Path: ...
-    @property
-    def digest(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -132,7 +96,7 @@ class Report:
 # --- building -------------------------------------------------------------------------------------
 
 
-def build(unit: Unit, defines: Sequence[str] = (), *, sanitize: bool = False) -> EmulatedKernel:
+def build(unit: gxx.Unit, defines: Sequence[str] = (), *, sanitize: bool = False) -> EmulatedKernel:
     """Compiles a translation unit for the emulator, or finds it in the cache.
 
     Args:
@@ -147,119 +111,16 @@ def build(unit: Unit, defines: Sequence[str] = (), *, sanitize: bool = False) ->
         CompileError: g++ is missing or refuses the unit.
     """
     _library()  # kernels find its symbols, which are global in this process
-    flags = (
-        *_COMMON_FLAGS,
-        *_machine_flags(),
-        *_KERNEL_FLAGS,
-        *(_SANITIZE_FLAGS if sanitize else ()),
-        f"-DCF_ARCH={_architecture(unit.target)}",
-        *(f"-D{define}" for define in defines),
-    )
-    headers = ("emulate/ptx.hpp", "emulate/runtime.hpp", "types.cuh", "ptx/ptx.cuh")
-    key = _key(unit.digest, unit.text, *flags, _compiler_version(), *_texts(unit, headers))
-    path = _cache_folder() / f"{unit.name}-{key}.so"
     started = time.perf_counter()
-    built = _compile_once(path, flags, unit.include_root, text=unit.text, name=unit.name)
-    return EmulatedKernel(
-        unit.name, unit.target, path, time.perf_counter() - started if built else 0.0
-    )
-
-
-def _texts(unit: Unit, names: Sequence[str]) -> Iterator[str]:
-    for name in names:
-        yield (unit.include_root / name).read_text(encoding="utf-8")
-
-
-def _architecture(target: str) -> int:
-    """80 of "sm_80", 100 of "sm_100f"."""
-    return int("".join(character for character in target if character.isdigit()))
-
-
-def _machine_flags() -> tuple[str, ...]:
-    return ("-march=x86-64-v3",) if platform.machine() == "x86_64" else ()
-
-
-@functools.cache
-def _compiler() -> str:
-    path = shutil.which(os.environ.get("CXX", "g++"))
-    if path is None:
-        raise CompileError("the emulator compiles kernels with g++, which is not on the PATH")
-    return path
-
-
-@functools.cache
-def _compiler_version() -> str:
-    return subprocess.run(
-        [_compiler(), "--version"], capture_output=True, check=True, text=True
-    ).stdout.splitlines()[0]
-
-
-def _key(*parts: str) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part.encode() + b"\0")
-    return digest.hexdigest()[:16]
-
-
-def _cache_folder() -> Path:
-    base = default_directory()
-    folder = (base if base is not None else Path(tempfile.gettempdir()) / "cupyflash") / "emulate"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _compile_once(
-    path: Path, flags: Sequence[str], root: Path, *, text: str = "", name: str = "", files: Any = ()
-) -> bool:
-    """Makes ``path`` unless it exists; processes that want the same file wait for the first."""
-    if path.is_file():
-        return False
-    with _exclusive(path.with_suffix(".lock")):
-        if path.is_file():
-            return False
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".build-") as folder:
-            inputs = [str(file) for file in files]
-            if text:
-                unit = Path(folder) / f"{name}.cpp"
-                unit.write_text(text, encoding="utf-8")
-                inputs.append(str(unit))
-            output = Path(folder) / path.name
-            command = [_compiler(), *flags, f"-I{root}", *inputs, "-o", str(output)]
-            result = subprocess.run(command, capture_output=True, text=True)
-            if result.returncode != 0:
-                raise CompileError(f"{' '.join(command)}\n{result.stderr.strip()}")
-            os.replace(output, path)
-    return True
-
-
-@contextlib.contextmanager
-def _exclusive(path: Path) -> Iterator[None]:
-    import fcntl
-
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _library_path() -> Path:
-    """The emulator itself, compiled unless it is in the cache."""
-    root = source.include_root()
-    folder = root / "emulate"
-    files = [folder / name for name in _LIBRARY_SOURCES]
-    headers = sorted(folder.glob("*.hpp"))
-    flags = (*_COMMON_FLAGS, *_machine_flags(), *_LIBRARY_FLAGS)
-    texts = (file.read_text(encoding="utf-8") for file in (*files, *headers, root / "types.cuh"))
-    key = _key(*flags, _compiler_version(), *texts)
-    path = _cache_folder() / f"libcf_emulator-{key}.so"
-    _compile_once(path, flags, root, files=files)
-    return path
+    path, compiled = gxx.compile_kernel(unit, defines, sanitize=sanitize)
+    seconds = time.perf_counter() - started if compiled else 0.0
+    return EmulatedKernel(unit.name, unit.target, path, seconds)
 
 
 @functools.cache
 def _library() -> ctypes.CDLL:
     """The emulator, loaded once, its symbols visible to kernels."""
-    path = _library_path()
-    library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(gxx.emulator_library()), mode=ctypes.RTLD_GLOBAL)
     library.cf_emulate_add_region.argtypes = [ctypes.c_char_p, *[ctypes.c_size_t] * 4]
     library.cf_emulate_add_region.restype = None
     library.cf_emulate_remove_region.argtypes = [ctypes.c_size_t]
@@ -297,6 +158,9 @@ class _LaunchRequest(ctypes.Structure):
         ("report_bytes", ctypes.c_uint64),
         ("counters", ctypes.POINTER(_Counters)),
     ]
+
+
+_one_launch = threading.Lock()  # the emulator has one machine, and ctypes releases the GIL
 
 
 @functools.cache
@@ -368,9 +232,10 @@ def run(
         report_bytes=_REPORT_BYTES,
         counters=ctypes.pointer(counters),
     )
-    started = time.perf_counter()
-    failed = entry(ctypes.byref(request))
-    seconds = time.perf_counter() - started
+    with _one_launch:
+        started = time.perf_counter()
+        failed = entry(ctypes.byref(request))
+        seconds = time.perf_counter() - started
     if failed:
         raise EmulationError(_with_call_chain(report.value.decode(errors="replace")))
     for memory in list(_memories):
@@ -595,7 +460,7 @@ class EmulatedDevice:
         self.index = index
         self.last_report: Report | None = None
         self._defines = (f"CF_MUTANT={mutant}",) if mutant else ()
-        architecture = _architecture(target)
+        architecture = gxx.architecture(target)
         self.info = DeviceInfo(
             name=f"emulated {target}",
             capability=divmod(architecture, 10),

@@ -17,6 +17,7 @@ What the results mean for masked rows, NaN and infinities is defined in ``refere
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.util
 import itertools
 import math
@@ -44,6 +45,8 @@ _MIN_KEYS = 64
 _MAX_KEYS = 2048
 # More tasks than threads, so that the unequal work of a causal mask evens out.
 _TASKS_PER_THREAD = 4
+# Fewer scores than this take less time than it takes to start threads.
+_SCORES_WORTH_A_THREAD = 1 << 18
 
 
 def attention(
@@ -376,7 +379,8 @@ def _tasks(problem: _Problem, num_tasks: int) -> Iterator[_Task]:
 
 def _run(problems: Sequence[_Problem], softmax_scale: float | None, softcap: float) -> None:
     """Compute every problem, on as many threads as BLAS would have used."""
-    threads = _num_threads()
+    scores = sum(p.q.shape[0] * p.q.shape[2] * p.q.shape[1] * p.k.shape[1] for p in problems)
+    threads = min(_num_threads(), max(1, scores // _SCORES_WORTH_A_THREAD))
     wanted = max(1, threads * _TASKS_PER_THREAD // max(1, len(problems)))
     tasks = [task for problem in problems for task in _tasks(problem, wanted)]
     if not tasks:
@@ -527,6 +531,7 @@ _blas_users = 0
 _blas_threads_before = 0
 
 
+@functools.cache
 def _blas_function(verb: str) -> Callable[..., int] | None:
     """OpenBLAS's {get,set}_num_threads inside whatever library NumPy itself is linked to."""
     for module in ("numpy._core._multiarray_umath", "numpy.core._multiarray_umath"):

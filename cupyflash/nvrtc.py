@@ -78,22 +78,34 @@ def compile(unit: TranslationUnit) -> CompiledKernel:
         CompileError: the source has errors (quoted with their lines), or a gate failed.
         NvrtcNotFoundError: there is no NVRTC.
     """
-    library = _loaded().library
     start = time.perf_counter()
+    log, cubin = _run(unit, unit.options)
+    if "ptxas" not in log:
+        # Beside a driver, NVRTC may answer from the driver's own cache, without a log to judge by.
+        log, cubin = _run(unit, (*unit.options, "--no-cache"))
+    seconds = time.perf_counter() - start
+    compiled = parse_log(log, cubin=cubin, nvrtc_version=version(), seconds=seconds)
+    check(unit, compiled)
+    return compiled
+
+
+def _run(unit: TranslationUnit, options: tuple[str, ...]) -> tuple[str, bytes]:
+    """Log and cubin of one compilation.
+
+    Raises:
+        CompileError: it failed.
+    """
+    library = _loaded().library
     with _program(library, unit) as program:
-        options = [option.encode() for option in unit.options]
+        encoded = [option.encode() for option in options]
         status = library.nvrtcCompileProgram(
-            program, len(options), (ctypes.c_char_p * len(options))(*options)
+            program, len(encoded), (ctypes.c_char_p * len(encoded))(*encoded)
         )
         log = _fetch(library, program, "ProgramLog").rstrip(b"\0").decode(errors="replace").strip()
         if status != _SUCCESS:
             reason = library.nvrtcGetErrorString(status).decode()
             raise CompileError(_describe_failure(unit, reason, log))
-        cubin = _fetch(library, program, "CUBIN")
-    seconds = time.perf_counter() - start
-    compiled = parse_log(log, cubin=cubin, nvrtc_version=version(), seconds=seconds)
-    check(unit, compiled)
-    return compiled
+        return log, _fetch(library, program, "CUBIN")
 
 
 def parse_log(log: str, *, cubin: bytes, nvrtc_version: str, seconds: float) -> CompiledKernel:

@@ -30,8 +30,10 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
     "Comparison",
+    "Expectation",
     "attention",
     "compare",
+    "expect",
     "merge",
     "mismatch",
     "rounded_attention",
@@ -114,7 +116,7 @@ def rounded_attention(
     Scores and softmax are float32 (float64 for float64 input), the probabilities are rounded to the
     input's type before they meet V, and the output is rounded to the input's type. Its distance
     from :func:`attention` is what the input's precision costs; a fused kernel is right when it does
-    not do much worse, see :func:`compare`.
+    not do much worse, see :func:`expect`.
 
     Args: as :func:`attention`.
 
@@ -239,7 +241,7 @@ class Comparison:
 
     Attributes:
         error: largest absolute difference in out.
-        bound: what error may be: twice the error of :func:`rounded_attention` plus a floor.
+        bound: what error may be, see :func:`expect`.
         lse_error: largest absolute difference in lse, 0 when there was none to compare.
         lse_bound: what lse_error may be.
         problem: what is wrong, or None.
@@ -256,58 +258,68 @@ class Comparison:
         return self.problem is None
 
 
-def compare(
-    out: NDArray,
-    lse: NDArray | None,
-    q: NDArray,
-    k: NDArray,
-    v: NDArray,
-    *,
-    left: int | None = None,
-    right: int | None = None,
-    shift: int = 0,
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    rows: NDArray[np.int64] | None = None,
-) -> Comparison:
-    """Hold a result against the reference, with a tolerance made for these very inputs.
+@dataclass(frozen=True, eq=False)
+class Expectation:
+    """The right result of one problem, and how far another may be from it.
 
-    NaN and infinities must be where the reference has them; only then are magnitudes compared. The
-    bound on out is twice the error of :func:`rounded_attention` plus a floor: two roundings of the
-    largest output for 16-bit types, because a kernel may round a probability and the output where
-    the plain computation happens to be exact; 64 roundings of the largest value for float32 and
-    float64, where the order of the additions decides. The bound on lse is twice that error + 1e-4
-    (the hardware's exp2 and log2 are approximate) + 4 float32 ulps.
+    Attributes:
+        out, lse: as :func:`attention` returns them.
+        bound, lse_bound: largest absolute difference allowed.
+    """
+
+    out: NDArray[np.float64]
+    lse: NDArray[np.float64]
+    bound: float
+    lse_bound: float
+
+    def compare(self, out: NDArray, lse: NDArray | None) -> Comparison:
+        """Hold a result against it. NaN and infinities must be where they should; only then are
+        magnitudes compared. lse may be None."""
+        problem = mismatch("out", out, self.out, self.bound)
+        if problem is None and lse is not None:
+            problem = mismatch("lse", lse, self.lse, self.lse_bound)
+        return Comparison(
+            _distance(out, self.out),
+            self.bound,
+            0.0 if lse is None else _distance(lse, self.lse),
+            self.lse_bound,
+            problem,
+        )
+
+
+def expect(q: NDArray, k: NDArray, v: NDArray, **options: Any) -> Expectation:
+    """The right result of a problem, with a tolerance made for these very inputs.
+
+    The bound on out is twice the error of :func:`rounded_attention` plus a floor: two roundings of
+    the largest output for 16-bit types, because a kernel may round a probability and the output
+    where the plain computation happens to be exact; 64 roundings of the largest value for float32
+    and float64, where the order of the additions decides. The bound on lse is twice that error +
+    1e-4 (the hardware's exp2 and log2 are approximate) + 8 float32 roundings of the largest lse.
 
     Args:
-        out, lse: the result; lse may be None.
-        q, k, v, left, right, shift, softmax_scale, softcap, rows: what it was computed from.
-
-    Returns:
-        A Comparison; ``problem`` is None if the result is right.
+        q, k, v: the inputs.
+        options: the keyword arguments of :func:`attention`.
     """
-    options: dict[str, Any] = {
-        "left": left,
-        "right": right,
-        "shift": shift,
-        "softmax_scale": softmax_scale,
-        "softcap": softcap,
-        "rows": rows,
-    }
-    expected, expected_lse = attention(q, k, v, **options)
+    out, lse = attention(q, k, v, **options)
     rounded, rounded_lse = rounded_attention(q, k, v, **options)
     if np.dtype(q.dtype).itemsize == 2:
-        floor = 2 * unit_roundoff(q.dtype) * _largest(expected)
+        floor = 2 * unit_roundoff(q.dtype) * _largest(out)
     else:
         floor = 64 * unit_roundoff(q.dtype) * _largest(v)
-    bound = 2 * _distance(rounded, expected) + floor
-    lse_floor = 1e-4 + 8 * 2.0**-23 * _largest(expected_lse)
-    lse_bound = 2 * _distance(rounded_lse, expected_lse) + lse_floor
-    problem = mismatch("out", out, expected, bound)
-    if problem is None and lse is not None:
-        problem = mismatch("lse", lse, expected_lse, lse_bound)
-    lse_error = 0.0 if lse is None else _distance(lse, expected_lse)
-    return Comparison(_distance(out, expected), bound, lse_error, lse_bound, problem)
+    lse_floor = 1e-4 + 8 * 2.0**-24 * _largest(lse)
+    return Expectation(
+        out,
+        lse,
+        2 * _distance(rounded, out) + floor,
+        2 * _distance(rounded_lse, lse) + lse_floor,
+    )
+
+
+def compare(
+    out: NDArray, lse: NDArray | None, q: NDArray, k: NDArray, v: NDArray, **options: Any
+) -> Comparison:
+    """Hold a result against the reference: ``expect(q, k, v, **options).compare(out, lse)``."""
+    return expect(q, k, v, **options).compare(out, lse)
 
 
 def _largest(x: NDArray) -> float:

@@ -4,7 +4,7 @@
 a section is chosen. A small section keeps the keys and values that are in use together in the L2
 cache. Under a right-bounded mask the tiles of a section run from long to short, and a persistent
 kernel deals them out in waves, from alternating ends: the size of a section then also decides how
-evenly the work falls, which is simple enough to count (``_imbalance``) and was worth 8 to 34 % on an
+evenly the work falls, which is simple enough to count (``_busiest``) and was worth 8 to 34 % on an
 H200 (causal, 16,384 tokens, head_dim 128 and 256, 2026-11-29).
 """
 
@@ -125,9 +125,8 @@ def _busiest(work: numpy.ndarray, heads: int, section: int, slots: int) -> int:
     order = [numpy.repeat(work, min(section, heads - first)) for first in range(0, heads, section)]
     tiles = numpy.concatenate(order)
     waves = -(-len(tiles) // slots)
-    dealt = numpy.zeros(waves * slots, numpy.int64)
-    dealt[: len(tiles)] = tiles
-    dealt = dealt.reshape(waves, slots)
+    dealt = numpy.zeros((waves, slots), numpy.int64)
+    dealt.reshape(-1)[: len(tiles)] = tiles
     # Odd waves are walked from the back: position p of the wave is tile slots - 1 - p.
     dealt[1::2] = dealt[1::2, ::-1]
     return int(dealt.sum(axis=0).max())

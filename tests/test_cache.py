@@ -269,6 +269,11 @@ def test_processes_share_a_directory(tmp_path):
     assert all(hashlib.sha256(path.read_bytes()).hexdigest() in path.name for path in files)
 
 
+def test_entries_are_readable_by_other_users(tmp_path):
+    cache.CubinCache(None, tmp_path, compiler=Compiler()).get(spec_of())
+    assert stat.S_IMODE(only_file(tmp_path).stat().st_mode) == 0o644
+
+
 def test_interrupted_write_leaves_nothing_behind(tmp_path, monkeypatch):
     def fails(*arguments):
         raise OSError("disk full")

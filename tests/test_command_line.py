@@ -64,9 +64,12 @@ def test_warmup_and_cache(store, capsys):
     victim.write_bytes(CUBIN[:-1])
     assert run("cache", "verify") == 1
     assert f"corrupt: {victim}" in capsys.readouterr().out
+    emulated = store.directory / "emulate" / "kernel.so"
+    emulated.parent.mkdir()
+    emulated.write_bytes(b"")
     assert run("cache", "clear") == 0
-    assert "4 kernels removed" in capsys.readouterr().out
-    assert not list(store.entries())
+    assert "4 kernels removed, 1 files of the emulator" in capsys.readouterr().out
+    assert not list(store.entries()) and not emulated.exists()
 
 
 def comparison(problem: str | None) -> reference.Comparison:

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from aot import recipes
 from cupyflash import nvrtc, source, tuning
 from cupyflash.errors import CompileError
-from tests.test_source import spec_of
+from cupyflash.tensor import DType
 
 CLEAN_LOG = """\
 ptxas info    : 147 bytes gmem
@@ -150,9 +151,10 @@ def test_tuned_version_is_the_pinned_one():
     assert f"nvidia-cuda-nvrtc=={nvrtc.TUNED_VERSION}." in project
 
 
-@pytest.mark.parametrize("family", tuning.FAMILIES)
+@pytest.mark.parametrize("target", recipes.RECIPES["core"])
 @pytest.mark.parametrize("mask", tuning.MASKS)
-def test_every_tile_compiles_and_passes_the_gates(library, family, mask):
+def test_every_kernel_of_the_wheel_passes_the_gates(library, target, mask):
     """No spill, no stack frame, no advisory, the registers that setmaxnreg counts on."""
-    for row in range(len(tuning.FAMILIES[family].tiles)):
-        nvrtc.compile(source.translation_unit(spec_of(family, row, mask)))
+    for spec in recipes.specs("core", (target,)):
+        if spec.mask == mask and spec.dtype is DType.bfloat16:
+            nvrtc.compile(source.translation_unit(spec))

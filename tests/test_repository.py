@@ -31,6 +31,7 @@ PYTHON_LAYERS = {
     "host": 1,
     "nvrtc": 2,
     "cache": 2,
+    "gxx": 2,
     "driver": 3,
     "emulate": 3,
     "arrays": 4,

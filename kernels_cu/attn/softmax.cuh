@@ -67,6 +67,29 @@ struct OnlineSoftmax {
     return maximum == -ptx::kInfinity ? 0.0f : ptx::mul(maximum, scale_log2);
   }
 
+  // The reference of a tile's first block from a quarter of its columns: any value near the maximum
+  // will do. Sets `settled` if every row of the warp has found one.
+  template <int kCount>
+  CF_DEVICE void sample(const float (&s)[kCount]) {
+    if constexpr (!kMaxFree) return;
+    bool found = true;
+    float maximum[2];
+    CF_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float a = s[2 * r], b = s[2 * r + 1];
+      CF_UNROLL
+      for (int j = 4; j < kCount / 4; j += 4) {
+        a = ptx::fmax(a, s[4 * j + 2 * r]);
+        b = ptx::fmax(b, s[4 * j + 2 * r + 1]);
+      }
+      maximum[r] = row_reduce_max(ptx::fmax(a, b));
+      found = found && ptx::fabs(ptx::mul(maximum[r], scale_log2)) < kLargeReference;
+    }
+    settled = ptx::vote_all(found);
+    CF_UNROLL
+    for (int r = 0; r < 2; ++r) row_max[r] = settled ? maximum[r] : -ptx::kInfinity;
+  }
+
   // The block's terms without looking for its maximum. False: undone, a sum left its range and the
   // scores are spent; recompute them and call `update`.
   template <int kCount>

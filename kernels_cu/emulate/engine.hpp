@@ -285,6 +285,7 @@ struct Machine {
   // Race detection.
   Agent num_agents = 0, agents_per_cluster = 0, first_bulk_agent = 0;
   std::vector<Tick> bulk_time;
+  std::vector<Agent> bulk_issuer;  // of the last copy in each slot
   uint32_t next_bulk_slot = 0;
   SiteTable sites;
   RaceLog races;

@@ -8,8 +8,9 @@
 
 namespace cf::emulate {
 
-// Installs handlers for the time of a launch: a fault on a guard page, or a thread that uses a second
-// of CPU time without calling a wrapper, ends the launch. The old handlers come back afterwards.
+// Installs handlers for the time of a launch. A fault (a guard page, a division by zero, a trap
+// instruction) ends it, and so does a thread that uses a second of CPU time without calling a
+// wrapper. The old handlers come back afterwards.
 class FaultHandlers {
  public:
   FaultHandlers();

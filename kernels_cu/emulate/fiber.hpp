@@ -1,12 +1,13 @@
-// Stacks and the switch between them. x86-64 has a hand-written switch (about 5 ns); other machines
-// use ucontext.
+// Stacks and the switch between them: hand-written for x86-64, ucontext elsewhere (and on x86-64 if
+// CF_EMULATE_UCONTEXT asks for it, as a test).
 #pragma once
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>
-#if !defined(__x86_64__)
+#if !defined(__x86_64__) || defined(CF_EMULATE_UCONTEXT)
+#define CF_HAS_UCONTEXT_FIBERS
 #include <ucontext.h>
 
 #include <memory>
@@ -48,7 +49,7 @@ class Stacks {
 
 extern Stacks stacks;  // of this process
 
-#if defined(__x86_64__)
+#if !defined(CF_HAS_UCONTEXT_FIBERS)
 
 // Saves the callee-saved registers on the current stack, its pointer in *save, and continues at
 // `load`.

@@ -54,8 +54,8 @@ std::string describe(Where where) {
   return path.substr(start) + ":" + std::to_string(where.line);
 }
 
-// Where in the kernel's library the running fiber is, for emulate.py to look up: the instruction of a
-// fault, or the return address nearest to this function that lies in another library.
+// Where in the kernel's library the running fiber is, for emulate.py to look up: the instruction of
+// a fault, or the return address nearest to this function that lies in another library.
 static std::string kernel_frame() {
   Dl_info library, own;
   if (dladdr(reinterpret_cast<void*>(kernel_frame), &own) == 0) return "";
@@ -108,7 +108,10 @@ void require_architecture(int first, int last, const char* instruction, Where wh
 // --- reports -------------------------------------------------------------------------------------
 
 std::string describe_agent(Agent agent) {
-  if (agent >= machine.first_bulk_agent) return "bulk copy";
+  if (agent >= machine.first_bulk_agent) {
+    return "a bulk copy of " +
+           describe_agent(machine.bulk_issuer[agent - machine.first_bulk_agent]);
+  }
   const int in_cluster = static_cast<int>(agent % machine.agents_per_cluster);
   const Cluster& cluster = *machine.slots[agent / machine.agents_per_cluster];
   const int threads = machine.threads * machine.cluster_size;

@@ -7,7 +7,7 @@
 #include "faults.hpp"
 #include "fiber.hpp"
 
-#if defined(__x86_64__)
+#if !defined(CF_HAS_UCONTEXT_FIBERS)
 asm(R"(
 .text
 .globl cf_emulate_switch
@@ -270,6 +270,7 @@ ClockPointer snapshot(Fiber& fiber) {
 Origin bulk_origin(Fiber& fiber, Where where) {
   if (!machine.race) return {};
   const uint32_t slot = machine.next_bulk_slot++ % kBulkSlots;
+  machine.bulk_issuer[slot] = fiber.agent;
   return {snapshot(fiber), machine.first_bulk_agent + slot, ++machine.bulk_time[slot],
           machine.sites.intern(where)};
 }
@@ -524,6 +525,7 @@ void prepare_machine(const KernelInfo& kernel, const LaunchRequest& request) {
   m.first_bulk_agent = window * m.agents_per_cluster;
   m.num_agents = m.first_bulk_agent + kBulkSlots;
   m.bulk_time.assign(kBulkSlots, 0);
+  m.bulk_issuer.assign(kBulkSlots, 0);
   m.next_bulk_slot = 0;
   m.sites.clear();
   m.races.clear();

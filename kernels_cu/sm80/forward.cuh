@@ -87,13 +87,8 @@ struct ForwardLayout {
   static constexpr int kBytes = kValues + Config::kStages * kValueBytes;
 };
 
-// Note [Opaque values]
 struct Thread {
   int tid;
-  CF_DEVICE static Thread now() {
-    return {static_cast<int>(
-        ptx::shfl_idx(static_cast<uint32_t>(ptx::tid()), ptx::lane()))};
-  }
   CF_DEVICE int lane() const { return tid & 31; }
   CF_DEVICE int warp() const { return tid >> 5; }
 };
@@ -205,10 +200,6 @@ struct Forward {
   static constexpr int kKeySteps = Config::kBlockN / 16;
   static constexpr int kVSteps = Config::kHeadDimV / 16;
   static constexpr bool kQueryInRegisters = Config::kQueryInRegisters != 0;
-  // Unrolled, the score product would be scheduled with so many operands in flight that long-lived
-  // addresses spill where the accumulators leave less than a quarter of the registers.
-  static constexpr int kAccumulators = kFragments * (Config::kBlockN + Config::kHeadDimV) / 2;
-  static constexpr bool kRollSteps = kAccumulators >= 192 && kQkSteps > 4 && !kQueryInRegisters;
   using Softmax = OnlineSoftmax<false>;
 
   // Accumulators: element 4 j + e of fragment f is row 16 f + g + 8 (e / 2) of the warp's rows and
@@ -219,6 +210,17 @@ struct Forward {
   using Probabilities = uint32_t[kFragments][Config::kBlockN / 4];
   // A operands of all steps of the score product (kQueryInRegisters), else of none.
   using Query = uint32_t[kQueryInRegisters ? kQkSteps : 1][kFragments][4];
+
+  // Note [Opaque values]: kHideThread trades a shuffle an iteration for the registers in which the
+  // compiler would otherwise keep everything that derives from the thread's index.
+  CF_DEVICE static Thread this_thread() {
+    if constexpr (Config::kHideThread != 0) {
+      const uint32_t tid = static_cast<uint32_t>(ptx::tid());
+      return {static_cast<int>(ptx::shfl_idx(tid, ptx::lane()))};
+    } else {
+      return {ptx::tid()};
+    }
+  }
 
   CF_DEVICE static Operand<QkTile, Config::kBlockM> query_operand(Thread thread, saddr smem) {
     const int row = thread.warp() * Layout::kWarpRows + (thread.lane() & 15);
@@ -240,33 +242,6 @@ struct Forward {
     for (int f = 0; f < kFragments; ++f) ptx::ldmatrix_x4(a[f], operand.at(f, step));
   }
 
-  // scores += Q K^T over 16 columns.
-  CF_DEVICE static void multiply_query_keys_step(Scores& scores, const Query& query,
-                                                 Thread thread, saddr smem,
-                                                 const Operand<QkTile, Config::kBlockN>& keys,
-                                                 int step) {
-    uint32_t a[kFragments][4];
-    if constexpr (kQueryInRegisters) {
-      CF_UNROLL
-      for (int f = 0; f < kFragments; ++f) {
-        CF_UNROLL
-        for (int i = 0; i < 4; ++i) a[f][i] = query[step][f][i];
-      }
-    } else {
-      load_query_step(a, thread, smem, step);
-    }
-    CF_UNROLL
-    for (int n = 0; n < kKeySteps; ++n) {
-      uint32_t b[4];
-      ptx::ldmatrix_x4(b, keys.at(n, step));
-      CF_UNROLL
-      for (int f = 0; f < kFragments; ++f) {
-        ptx::mma_m16n8k16<Element>(&scores[f][8 * n], a[f], b[0], b[1]);
-        ptx::mma_m16n8k16<Element>(&scores[f][8 * n + 4], a[f], b[2], b[3]);
-      }
-    }
-  }
-
   // scores = Q K^T, K in shared memory [kBlockN, kHeadDimQk].
   CF_DEVICE static void multiply_query_keys(Scores& scores, const Query& query, Thread thread,
                                             saddr smem, saddr keys) {
@@ -276,15 +251,27 @@ struct Forward {
       CF_UNROLL
       for (int i = 0; i < Config::kBlockN / 2; ++i) scores[f][i] = 0.0f;
     }
-    if constexpr (kRollSteps) {
-      CF_NO_UNROLL
-      for (int step = 0; step < kQkSteps; ++step) {
-        multiply_query_keys_step(scores, query, thread, smem, operand, step);
+    CF_UNROLL
+    for (int step = 0; step < kQkSteps; ++step) {
+      uint32_t a[kFragments][4];
+      if constexpr (kQueryInRegisters) {
+        CF_UNROLL
+        for (int f = 0; f < kFragments; ++f) {
+          CF_UNROLL
+          for (int i = 0; i < 4; ++i) a[f][i] = query[step][f][i];
+        }
+      } else {
+        load_query_step(a, thread, smem, step);
       }
-    } else {
       CF_UNROLL
-      for (int step = 0; step < kQkSteps; ++step) {
-        multiply_query_keys_step(scores, query, thread, smem, operand, step);
+      for (int n = 0; n < kKeySteps; ++n) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, operand.at(n, step));
+        CF_UNROLL
+        for (int f = 0; f < kFragments; ++f) {
+          ptx::mma_m16n8k16<Element>(&scores[f][8 * n], a[f], b[0], b[1]);
+          ptx::mma_m16n8k16<Element>(&scores[f][8 * n + 4], a[f], b[2], b[3]);
+        }
       }
     }
   }
@@ -389,19 +376,19 @@ struct Forward {
     constexpr int kStages = Config::kStages;
     constexpr int kInFlight = 2 * kStages - 2;  // groups that the loop's waits leave pending
     const saddr smem = ptx::smem_base();
-    const Thread start = Thread::now();
+    const Thread first_thread = this_thread();
     const int query_begin = work.m_block * Config::kBlockM;
     const KvBlocks<Mask, Config::kBlockN> blocks(params, query_begin, Config::kBlockM);
     const int num_blocks = blocks.count;
 
     const TileCopy<QkTile, Config::kBlockM, Layout::kThreads, Element> query_copy(
-        start, params.q, work.batch * params.q_stride_batch + work.head_q * params.q_stride_head,
+        first_thread, params.q, work.batch * params.q_stride_batch + work.head_q * params.q_stride_head,
         params.q_stride_seqlen, params.seqlen_q, params.head_dim_qk);
     TileCopy<QkTile, Config::kBlockN, Layout::kThreads, Element> key_copy(
-        start, params.k, work.batch * params.k_stride_batch + work.head_kv * params.k_stride_head,
+        first_thread, params.k, work.batch * params.k_stride_batch + work.head_kv * params.k_stride_head,
         params.k_stride_seqlen, params.seqlen_kv, params.head_dim_qk);
     TileCopy<VTile, Config::kBlockN, Layout::kThreads, Element> value_copy(
-        start, params.v, work.batch * params.v_stride_batch + work.head_kv * params.v_stride_head,
+        first_thread, params.v, work.batch * params.v_stride_batch + work.head_kv * params.v_stride_head,
         params.v_stride_seqlen, params.seqlen_kv, params.head_dim_v);
     const auto keys = [smem](int slot) {
       return smem + static_cast<uint32_t>(Layout::kKeys + slot * Layout::kKeyBytes);
@@ -421,12 +408,12 @@ struct Forward {
     Query query;
 
     if (num_blocks > 0) {
-      query_copy.fill(start, smem + Layout::kQuery, query_begin);
+      query_copy.fill(first_thread, smem + Layout::kQuery, query_begin);
       CF_UNROLL
       for (int i = 0; i < kStages; ++i) {
-        if (i < num_blocks) key_copy.fill(start, keys(i), blocks.at(i).start);
+        if (i < num_blocks) key_copy.fill(first_thread, keys(i), blocks.at(i).start);
         ptx::cp_async_commit();
-        if (i < num_blocks) value_copy.fill(start, values(i), blocks.at(i).start);
+        if (i < num_blocks) value_copy.fill(first_thread, values(i), blocks.at(i).start);
         ptx::cp_async_commit();
       }
       key_copy.advance(blocks.at(kStages - 1).start);
@@ -435,14 +422,14 @@ struct Forward {
       if constexpr (kKept<kNoFirstBarrier>) ptx::cta_sync();
       if constexpr (kQueryInRegisters) {
         CF_UNROLL
-        for (int step = 0; step < kQkSteps; ++step) load_query_step(query[step], start, smem, step);
+        for (int step = 0; step < kQkSteps; ++step) load_query_step(query[step], first_thread, smem, step);
       }
     }
     int slot = 0;
     CF_NO_UNROLL
     for (int i = 0; i < num_blocks;) {
       const KvBlock block = blocks.at(i);
-      const Thread thread = Thread::now();
+      const Thread thread = this_thread();
       Scores scores;
       multiply_query_keys(scores, query, thread, smem, keys(slot));
       if (block.partial) {

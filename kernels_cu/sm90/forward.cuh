@@ -276,6 +276,25 @@ struct Consumer {
   using Probabilities = uint32_t[kStepsV][4];   // [64, kBlockN], packed pairs
   using Output = float[Config::kHeadDimV / 2];  // [64, head_dim_v]
 
+  // The blocks of a tile as one warpgroup sees them: the first ones, right of all that its own 64
+  // rows may see, it only gives back. No more than the rings hold, and none where its rows see
+  // nothing at all: those compute zeros.
+  struct WarpgroupBlocks {
+    KvBlocks<Mask, kBlockN> blocks;
+    int end, skipped;
+    CF_DEVICE WarpgroupBlocks(const ForwardParams& params, const KvBlocks<Mask, kBlockN>& tile,
+                              int row_begin)
+        : blocks(params, row_begin, kWarpgroupRows),
+          end(tile.end),
+          skipped(Mask::kHasRight && blocks.count > 0
+                      ? min(min(tile.end - blocks.end, Config::kStages), tile.count - 1)
+                      : 0) {}
+    CF_DEVICE KvBlock at(int i) const {
+      const int n = end - 1 - i;
+      return {n * kBlockN, n < blocks.full_begin || n >= blocks.full_end};
+    }
+  };
+
   const ForwardParams& params;
   const saddr smem;
   const int warpgroup;  // 0 is the first consumer
@@ -337,6 +356,13 @@ struct Consumer {
   // K (and Q) may be read again by a warp that repeats its scores, so every warp releases them.
   CF_DEVICE void release_k() {
     if (ptx::lane() == 0) arrive_in_cluster(barrier_at(smem + Layout::kKEmpty, k_place.stage));
+  }
+  // A block that this warpgroup does not need: its turn is passed on and its stage given back.
+  CF_DEVICE void skip_k() {
+    await_turn();
+    pass_turn();
+    release_k();
+    k_place.advance();
   }
   CF_DEVICE void release_v() {
     if (leader) arrive_in_cluster(barrier_at(smem + Layout::kVEmpty, v_place.stage));
@@ -416,26 +442,33 @@ struct Consumer {
   // --- softmax
 
   // Scores of a block to terms; then K is given back. True: what O holds of this tile must be
-  // multiplied by `correction`.
+  // multiplied by `correction`. kFirst: the tile's first block.
+  template <bool kFirst>
   CF_DEVICE bool take_block(Scores& s, float (&correction)[2], const KvBlock& block,
                             int row_begin) {
+    // Without a mask only the end of the keys cuts a block, the one that comes first.
+    constexpr bool kMayBePartial = kFirst || Mask::kHasRight || Mask::kHasLeft;
+    const bool partial = kMayBePartial && block.partial;
     if constexpr (!kKept<kEarlyKRelease>) release_k();
+    if (partial) mask(s, block, row_begin);
     bool rescale = false;
     bool done = false;
-    if (softmax.can_skip_max(block.partial)) {
+    if constexpr (kFirst) softmax.sample(s);
+    if (softmax.settled) {
       done = softmax.update_freely(s);
-      if (!done) repeat_scores(s);
-    }
-    if (!done) {
-      if (block.partial) {
-        const int row = row_begin + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
-        const int row_query[2] = {row, row + 8};
-        mask_fragment<Mask>(params, s, row_query, block.start);
+      if (!done) {
+        repeat_scores(s);
+        if (partial) mask(s, block, row_begin);
       }
-      rescale = softmax.update(s, correction);
     }
+    if (!done) rescale = softmax.update(s, correction);
     if constexpr (kKept<kEarlyKRelease>) release_k();
     return rescale;
+  }
+  CF_DEVICE void mask(Scores& s, const KvBlock& block, int row_begin) {
+    const int row = row_begin + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
+    const int row_query[2] = {row, row + 8};
+    mask_fragment<Mask>(params, s, row_query, block.start);
   }
   CF_DEVICE static void pack(Probabilities& p, const Scores& s) {
     CF_UNROLL
@@ -458,48 +491,56 @@ struct Consumer {
     Probabilities p;
     Output o;
     float correction[2];
-    bool pending = false;     // P waits for its product with V
-    bool accumulate = false;  // that product adds to O; false for a tile's first block
-    TileCursor<Config> done;  // the tile whose output O is
+    // Blocks of the tile before whose output O is, the last of which still waits in P for its
+    // product with V (which adds to O unless it was the only one); 0: nothing is pending.
+    int pending = 0;
+    TileCursor<Config> done;  // that tile
     for (TileCursor<Config> cursor; cursor.valid(params); cursor.next()) {
       const WorkTile work = cursor.work(params);
       const auto blocks = cursor.blocks(params, work);
       if (blocks.count == 0) continue;  // write_empty_tiles
       const int row_begin = row_begin_of(work);
+      const WarpgroupBlocks own(params, blocks, row_begin);
 
       // The first block, beside the last product of the tile before.
+      for (int i = 0; i < own.skipped; ++i) skip_k();
       await_q();
       await_k();
       await_turn();
       issue_scores(s);
-      if (pending) {
+      if (pending > 0) {
         await_v();
-        issue_values(o, p, accumulate);
+        issue_values(o, p, pending > 1);
+      } else {
+        ptx::wgmma_commit();  // as many groups either way
       }
       pass_turn();
-      await_products<0>(s);
-      if (pending) {
-        ptx::wgmma_pin(o);
-        release_v();
-        finish(o, done.work(params));
-      }
+      await_products<1>(s);
+      float factor[2];
+      if (pending > 0) finish_rows(factor, done.work(params));
       softmax.reset();
-      take_block(s, correction, blocks.at(0), row_begin);
-      if (blocks.count == 1) release_q();
+      take_block<true>(s, correction, own.at(own.skipped), row_begin);
+      if (own.skipped + 1 == blocks.count) release_q();
+      await_products<0>(o);
+      if (pending > 0) {
+        release_v();
+        store(o, factor, done.work(params));
+      }
+      for (int i = 0; i < own.skipped; ++i) release_v();
       pack(p, s);
       k_place.advance();
       done = cursor;
 
       CF_NO_UNROLL
-      for (int i = 1; i < blocks.count; ++i) {
+      for (int i = own.skipped + 1; i < blocks.count; ++i) {
         await_k();
         await_turn();
         issue_scores(s);
         await_v();
-        issue_values(o, p, i > 1);
+        issue_values(o, p, i > own.skipped + 1);
         pass_turn();
         await_products<1>(s);
-        const bool rescale = take_block(s, correction, blocks.at(i), row_begin);
+        const bool rescale = take_block<false>(s, correction, own.at(i), row_begin);
         if (i + 1 == blocks.count) release_q();
         if constexpr (!kKept<kEarlyVRelease>) release_v();
         await_products<0>(o);
@@ -508,16 +549,15 @@ struct Consumer {
         if (rescale) scale_rows(o, correction);
         k_place.advance();
       }
-      pending = true;
-      accumulate = blocks.count > 1;
+      pending = blocks.count - own.skipped;
       if constexpr (!Config::kOutBuffer) {  // the output tile needs Q's buffer
-        last_product(o, p, accumulate);
+        last_product(o, p, pending > 1);
         finish(o, work);
-        pending = false;
+        pending = 0;
       }
     }
-    if (pending) {
-      last_product(o, p, accumulate);
+    if (pending > 0) {
+      last_product(o, p, pending > 1);
       finish(o, done.work(params));
     }
     if constexpr (Config::kPingPong) {  // takes the turn nobody will use
@@ -537,27 +577,31 @@ struct Consumer {
 
   // --- epilogue
 
-  // Writes a finished tile's rows of out and lse.
-  CF_DEVICE void finish(const Output& o, const WorkTile& work) {
-    float factor[2], lse[2];
+  // The factors of a finished tile's output; writes its rows of lse.
+  CF_DEVICE void finish_rows(float (&factor)[2], const WorkTile& work) {
+    float lse[2];
     softmax.finish(params.softmax_scale, factor, lse);
-    const int row_begin = row_begin_of(work);
-    store(o, factor, work, row_begin);
     if (params.lse == nullptr || ptx::lane() % 4 != 0) return;
     float* lse_gmem =
         params.lse + work.batch * params.lse_stride_batch + work.head_q * params.lse_stride_head;
-    const int row = row_begin + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
+    const int row =
+        row_begin_of(work) + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
     CF_UNROLL
     for (int r = 0; r < 2; ++r) {
       if (row + 8 * r < params.seqlen_q) ptx::stg_f32(lse_gmem + row + 8 * r, lse[r]);
     }
   }
+  CF_DEVICE void finish(const Output& o, const WorkTile& work) {
+    float factor[2];
+    finish_rows(factor, work);
+    store(o, factor, work);
+  }
 
   // O / row_sum to shared memory, then one TMA store of the warpgroup's 64 rows; the map clips rows
   // and columns beyond the tensor. A row without keys has factor 0 and gives zeros whatever O
   // holds.
-  CF_DEVICE void store(const Output& o, const float (&factor)[2], const WorkTile& work,
-                       int row_begin) {
+  CF_DEVICE void store(const Output& o, const float (&factor)[2], const WorkTile& work) {
+    const int row_begin = row_begin_of(work);
     const saddr out_smem = smem + Layout::kOut + warpgroup * Layout::kOutStride;
     if constexpr (Config::kOutBuffer) {  // the previous tile's store has read the buffer
       if constexpr (kKept<kNoStoreReadWait>) {

@@ -74,6 +74,7 @@ class Kernel:
     includes: str = ""
     name: str = "test"
     defines: tuple[str, ...] = ()
+    sanitize: bool = False
 
     def build(self) -> emulate.EmulatedKernel:
         text = PRELUDE.format(
@@ -84,7 +85,9 @@ class Kernel:
             functions=self.functions,
             includes=self.includes,
         )
-        return emulate.build(Unit(self.name, text, self.target), self.defines)
+        return emulate.build(
+            Unit(self.name, text, self.target), self.defines, sanitize=self.sanitize
+        )
 
 
 @dataclass

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyflash import emulate
+from cupyflash import emulate, gxx
 from cupyflash.errors import CompileError, EmulationError
 from tests.emulator.harness import Kernel, Launch, run
 
@@ -101,7 +101,7 @@ def test_launches_are_checked() -> None:
 @pytest.fixture
 def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache folder that holds the emulator itself and no kernel."""
-    library = emulate._library_path()
+    library = gxx.emulator_library()
     folder = tmp_path / "emulate"
     folder.mkdir()
     shutil.copy(library, folder)

@@ -160,6 +160,25 @@ __attribute__((noinline)) float deep(int n) {
         "stack overflow of a thread",
         Launch(size=1000),
     ),
+    Hazard(
+        "integer_division_by_zero",
+        Kernel("stg_f32(params.out, float(7 / params.size));"),
+        "an integer division by zero",
+    ),
+    Hazard(
+        "undefined_shift",
+        Kernel("stg_f32(params.out, float(1 << (params.size + 32)));", sanitize=True),
+        r"undefined behaviour of the kernel(.|\n)*in .*test.cpp:\d+",
+    ),
+    Hazard(
+        "index_beyond_a_register_array",
+        Kernel(
+            "float r[4] = {}; r[params.size] = 1.0f; stg_f32(params.out, r[0] + r[3]);",
+            sanitize=True,
+        ),
+        "undefined behaviour of the kernel",
+        Launch(size=4),
+    ),
     Hazard("trap", Kernel("if (tid() == 5) trap();"), r"the kernel trapped(.|\n)*lane 5"),
     Hazard(
         "grid_barrier_beyond_the_resident_ctas",
@@ -321,6 +340,21 @@ def test_every_lane_can_be_elected() -> None:
     elected = {run(kernel, schedule="random", seed=seed)[0][0] for seed in range(40)}
     assert len(elected) > 10
     assert run(kernel, schedule="late")[0][0] == 0
+
+
+def test_a_report_names_the_chain_of_inlined_calls() -> None:
+    kernel = Kernel(
+        "outer();",
+        functions="""
+CF_DEVICE void inner(saddr at) { lds32(at); }
+CF_DEVICE void outer() {
+  inner(smem_base() + 4096);
+}""",
+    )
+    with pytest.raises(
+        emulate.EmulationError, match=r"in inner \(test.cpp:\d+\) < outer \(test.cpp:\d+\)$"
+    ):
+        run(kernel)
 
 
 def test_the_launch_after_a_failure_is_clean() -> None:
