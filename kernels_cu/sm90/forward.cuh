@@ -48,7 +48,7 @@ inline constexpr int kTurnBarrier = 1;      // + w
 inline constexpr int kEpilogueBarrier = 4;  // + w: the 128 threads of consumer warpgroup w
 
 // One synchronisation taken out each: every one of them must be caught by the emulator.
-inline constexpr int kForwardMutants = 13;
+inline constexpr int kForwardMutants = 16;
 enum ForwardMutant {
   kNoKEmptyWait = 1,
   kNoVEmptyWait,
@@ -63,6 +63,9 @@ enum ForwardMutant {
   kNoEpilogueBarrier,
   kNoStoreReadWait,
   kNoTurnPass,
+  kEarlyQRelease,
+  kOwnReleaseOnly,
+  kNoExitSync,
 };
 template <ForwardMutant kId>
 inline constexpr bool kKept = ptx::kMutant != kId;
@@ -344,7 +347,7 @@ struct Consumer {
   }
   // An arrival on this CTA's barrier and on the same one of the other CTA of a cluster.
   CF_DEVICE static void arrive_in_cluster(saddr barrier) {
-    if constexpr (Config::kCluster == 1) {
+    if constexpr (Config::kCluster == 1 || !kKept<kOwnReleaseOnly>) {
       ptx::mbarrier_arrive(barrier);
     } else {
       CF_UNROLL
@@ -368,8 +371,10 @@ struct Consumer {
     if (leader) arrive_in_cluster(barrier_at(smem + Layout::kVEmpty, v_place.stage));
     v_place.advance();
   }
-  CF_DEVICE void release_q() {
+  // After a tile's last block; an output tile in Q's place is released by `store`.
+  CF_DEVICE void release_q(bool last) {
     if constexpr (Config::kOutBuffer) {
+      if (!last) return;
       if (ptx::lane() == 0) ptx::mbarrier_arrive(barrier_at(smem + Layout::kQEmpty, q_buffer()));
       q_place.advance();
     }
@@ -515,12 +520,13 @@ struct Consumer {
         ptx::wgmma_commit();  // as many groups either way
       }
       pass_turn();
+      if constexpr (!kKept<kEarlyQRelease>) release_q(own.skipped + 1 == blocks.count);
       await_products<1>(s);
       float factor[2];
       if (pending > 0) finish_rows(factor, done.work(params));
       softmax.reset();
       take_block<true>(s, correction, own.at(own.skipped), row_begin);
-      if (own.skipped + 1 == blocks.count) release_q();
+      if constexpr (kKept<kEarlyQRelease>) release_q(own.skipped + 1 == blocks.count);
       await_products<0>(o);
       if (pending > 0) {
         release_v();
@@ -539,9 +545,10 @@ struct Consumer {
         await_v();
         issue_values(o, p, i > own.skipped + 1);
         pass_turn();
+        if constexpr (!kKept<kEarlyQRelease>) release_q(i + 1 == blocks.count);
         await_products<1>(s);
         const bool rescale = take_block<false>(s, correction, own.at(i), row_begin);
-        if (i + 1 == blocks.count) release_q();
+        if constexpr (kKept<kEarlyQRelease>) release_q(i + 1 == blocks.count);
         if constexpr (!kKept<kEarlyVRelease>) release_v();
         await_products<0>(o);
         if constexpr (kKept<kEarlyVRelease>) release_v();
@@ -702,7 +709,7 @@ CF_DEVICE void forward(const ForwardParams& params) {
     ptx::setmaxnreg_inc<kThree ? 160 : 240>();
     Consumer<Config>(params, smem, warpgroup - 1).run();
   }
-  if constexpr (Config::kCluster > 1) {  // nobody leaves while the other CTA may still signal it
+  if constexpr (Config::kCluster > 1 && kKept<kNoExitSync>) {  // nobody leaves while the other CTA may still signal it
     ptx::warp_sync();
     ptx::cluster_sync();
   }
