@@ -60,7 +60,7 @@ def _specs_of(target: str) -> list[KernelSpec]:
     for shared_bytes in SHARED_BYTES[target]:
         served = set()
         for tile in family.tiles:
-            if family.shared_bytes(tile) > shared_bytes:
+            if family.device_bytes(tile) > shared_bytes:
                 continue
             for dtype in tile.dtypes:
                 for mask in tile.masks:

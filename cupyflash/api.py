@@ -69,7 +69,8 @@ def attention(
         \text{out}_i = \sum_j e^{s_{ij} - \text{lse}_i} v_j .
 
     Query head h uses key and value head ``h // (heads_q // heads_kv)``. A query that sees no key
-    gives out = 0 and lse = -inf.
+    gives out = 0 and lse = -inf. A key that the mask hides counts for nothing on the CPU; on a GPU
+    a NaN or an infinity in its value may reach rows that do not see it (0 times NaN is NaN).
 
     CuPy, PyTorch, JAX, Numba and other DLPack arrays on a GPU are served by a CUDA kernel, enqueued
     on the stream that the library would use next; the call returns without waiting. NumPy arrays,

@@ -222,6 +222,11 @@ class TorchAdapter(Adapter):
             )
         if array.layout is not torch.strided:
             raise TypeError(f"{name}: expected a dense (strided) tensor, got {array.layout}")
+        if array.is_neg():
+            raise TypeError(
+                f"{name}: the tensor is a lazy negation, its memory holds the opposite values; "
+                "pass tensor.resolve_neg()"
+            )
         dtype = self._from_torch.get(array.dtype)
         if dtype is None:
             raise TypeError(f"{name}: elements of type {array.dtype} are not supported")

@@ -542,6 +542,10 @@ def device(
     Returns:
         The device; the same one for the same arguments.
 
+    Raises:
+        ValueError: an unknown ``schedule`` or ``guard``, or a ``target`` that names no
+            architecture.
+
     Example:
         >>> import numpy
         >>> import cupyflash
@@ -553,6 +557,8 @@ def device(
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if re.fullmatch(r"sm_[1-9]\d+[af]?", target) is None:
+        raise ValueError(f'target: expected a name such as "sm_90a", got {target!r}')
     if guard not in ("after", "before"):
         raise ValueError(f"guard: expected 'after' or 'before', got {guard!r}")
     key = (target, schedule, seed, race, num_sms, window, guard, mutant, sanitize)

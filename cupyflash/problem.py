@@ -63,7 +63,9 @@ class Mask:
             raise TypeError(f"causal: expected a bool, got {type(causal).__name__}")
         left = right = None
         if window is not None:
-            if isinstance(window, (str, numbers.Number)) or not hasattr(window, "__len__"):
+            if isinstance(window, (str, bytes)) or not (
+                isinstance(window, Sequence) or getattr(window, "ndim", 0) == 1
+            ):
                 raise TypeError(
                     f"window: expected a pair (left, right) of counts or None, got {window!r}"
                 )
@@ -219,10 +221,9 @@ def as_float(name: str, value: object) -> float:
     if isinstance(value, (bool, numpy.bool_)) or not isinstance(
         value, (numbers.Real, numpy.floating, numpy.integer)
     ):
-        raise TypeError(
-            f"{name}: expected a number known to the host, got {_describe(value)}; "
-            "reading a device scalar would stop the host"
-        )
+        on_device = hasattr(value, "__dlpack__")
+        why = "; reading a device scalar would stop the host" if on_device else ""
+        raise TypeError(f"{name}: expected a number known to the host, got {_describe(value)}{why}")
     number = float(value)
     if not math.isfinite(number):
         raise ValueError(f"{name}: expected a finite number, got {number}")

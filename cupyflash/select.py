@@ -396,9 +396,12 @@ def _tile_dtype_rule(problem: Problem, device: DeviceInfo, candidate: Candidate)
 
 def _shared_memory_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     needed, available = candidate.spec.shared_bytes, device.shared_memory_per_block
-    if needed <= available:
-        return None
-    return f"needs {needed} bytes of shared memory a block, the device has {available}"
+    if needed > available:
+        return f"needs {needed} bytes of shared memory a block, the device has {available}"
+    if candidate.family.device_bytes(candidate.tile) > available:
+        blocks = candidate.spec.min_blocks
+        return f"{blocks} blocks of {needed} bytes of shared memory do not fit on a multiprocessor"
+    return None
 
 
 def _cluster_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:

@@ -42,7 +42,8 @@ class Tile:
         block_m, block_n: queries and keys of one tile.
         stages: slots of the K and V rings.
         threads: threads of a block.
-        min_blocks: blocks per SM that the register budget leaves room for.
+        min_blocks: blocks that must fit on an SM: a bound for the register allocator, and a row
+            serves only devices whose shared memory has room for that many.
         cluster: blocks that share K and V by multicast.
         scheduler: ``single`` (one tile a block) or ``persistent`` (tiles dealt out statically).
         options: the family's own parameters that differ from their defaults.
@@ -91,6 +92,14 @@ class Family:
     map_rows: int = 0
     sets_registers: bool = False
 
+    def device_bytes(self, tile: Tile) -> int:
+        """Shared memory of a block that a device must offer for a row.
+
+        An SM holds 1 KB more than a block may use and spends 1 KB on each of its blocks, so
+        ``min_blocks`` blocks fit where one block might use this much.
+        """
+        return tile.min_blocks * (self.shared_bytes(tile) + KIB) - KIB
+
     def option(self, tile: Tile, name: str) -> int:
         """The value of one of the family's parameters for a row."""
         return dict(self.option_values(tile))[name]
@@ -106,6 +115,7 @@ class Family:
 ELEMENT_BYTES = 2  # bf16 and fp16
 FLOAT_BYTES = 4
 BARRIER_BYTES = 8
+KIB = 1024
 
 
 def _tile_bytes(rows: int, width: int) -> int:
@@ -126,27 +136,61 @@ def _sm80_shared_bytes(tile: Tile) -> int:
 
 
 def _sm80(
-    width: int, m: int, n: int, stages: int, warps: int, date: str, reason: str, **options: int
+    qk_width: int,
+    v_width: int,
+    m: int,
+    n: int,
+    warps: int,
+    blocks: int,
+    date: str,
+    reason: str,
+    masks: tuple[str, ...] = MASKS,
+    **options: int,
 ) -> Tile:
     given = (("Warps", warps), *options.items())
-    return Tile(width, width, m, n, stages, 32 * warps, reason, date, options=given)
+    return Tile(
+        *(qk_width, v_width, m, n, 1, 32 * warps, reason, date),
+        min_blocks=blocks,
+        options=given,
+        masks=masks,
+    )
 
 
 # fmt: off
 SM80 = Family(
     name="sm80",
-    options=(Option("Warps", 4), Option("QueryInRegisters", 0), Option("HideThread", 0)),
+    options=(
+        Option("Warps", 4),
+        Option("QueryInRegisters", 0, "qreg"),
+        Option("HideThread", 0, "hide"),
+    ),
     shared_bytes=_sm80_shared_bytes,
     tiles=(
-        #    width    m    n  S  warps  date          reason
-        _sm80(  64, 128,  64, 2,  4,    "2026-11-29", "48 KB: 3 blocks an SM; not tuned"),
-        _sm80(  96, 128,  64, 2,  4,    "2026-11-29", "72 KB: fits 99 KB; not tuned"),
-        _sm80( 128, 128,  64, 2,  4,    "2026-11-29", "96 KB: one cubin for all 8.x; not tuned",
-               HideThread=1),  # without, 20 bytes spill
-        _sm80( 192, 128,  64, 2,  8,    "2026-11-29", "144 KB: for 163 KB; not tuned"),
-        _sm80( 192,  64,  32, 2,  4,    "2026-11-29", "72 KB: for 99 KB; not tuned"),
-        _sm80( 256, 128,  32, 2,  8,    "2026-11-29", "128 KB: for 163 KB; not tuned"),
-        _sm80( 256,  64,  32, 2,  4,    "2026-11-29", "96 KB: for 99 KB; not tuned"),
+        # Figures: bf16, TFLOP/s at 16k tokens, full / causal, this code on an H200 (FA2: PyTorch,
+        # same run). Two blocks of 4 warps an SM beat one of 8, and then one stage is enough.
+        # HideThread where a row spills without. Devices give a block 227 KB (9.0, 10.x), 163 KB
+        # (8.0) or 99 KB.
+        #   widths      m    n  W  blocks  date          reason
+        _sm80( 64,  64, 128, 128, 4, 2, "2026-11-29", "48 KB; 350 full (FA2 307)", ("none",)),
+        _sm80( 64,  64, 128, 128, 4, 2, "2026-11-29", "48 KB; 343 / 336 (FA2 307 / 296)",
+              HideThread=1),
+        _sm80( 96,  96, 128,  64, 4, 2, "2026-11-29", "48 KB; 346 / 352 (FA2 352 / 311)"),
+        _sm80(128, 128, 128,  64, 4, 2, "2026-11-29", "64 KB; 381 / 342 (FA2 352 / 321)",
+              ("none", "causal"), HideThread=1),
+        _sm80(128, 128, 128,  48, 4, 2, "2026-11-29", "56 KB; 362 / 341; windows spill with 64",
+              HideThread=1),
+        _sm80(128, 128, 128,  32, 4, 2, "2026-11-29", "48 KB, two in 99 KB; 339 / 306"),
+        _sm80(192, 128, 128,  64, 4, 2, "2026-11-29", "88 KB; 411 full; causal spills with 64",
+              ("none",), HideThread=1),
+        _sm80(192, 128, 128,  48, 4, 2, "2026-11-29", "78 KB, two in 163 KB; 396 / 398",
+              HideThread=1),
+        _sm80(192, 128, 128,  64, 8, 1, "2026-11-29", "88 KB, for 99 KB; 291 / 295"),
+        _sm80(192, 192,  64,  96, 4, 2, "2026-11-29", "96 KB; 342 / 342 (FA2 324 / 299)"),
+        _sm80(192, 192,  64,  64, 4, 2, "2026-11-29", "72 KB, two in 163 KB; 325 / 325"),
+        _sm80(192, 192, 128,  64, 8, 1, "2026-11-29", "96 KB, for 99 KB; 309 / 306"),
+        _sm80(256, 256,  64,  80, 4, 2, "2026-11-29", "112 KB; 338 / 335 (FA2 319 / 284)"),
+        _sm80(256, 256, 128,  64, 8, 1, "2026-11-29", "128 KB, for 163 KB; 315 / 314"),
+        _sm80(256, 256,  64,  64, 4, 1, "2026-11-29", "96 KB, for 99 KB; one an SM not timed"),
     ),
 )
 # fmt: on
@@ -219,8 +263,8 @@ SM90 = Family(
     map_rows=64,
     sets_registers=True,
     tiles=(
-        # Figures: bf16, TFLOP/s at 16k, 4k, 1k tokens, one sustained run on an H200. Pairs of blocks
-        # gain where both visit the same keys; under a mask they wait for each other.
+        # Figures: bf16, TFLOP/s at 16k, 4k, 1k tokens, one sustained run on an H200. Pairs of
+        # blocks gain where both visit the same keys; under a mask they wait for each other.
         #   widths      m    n  S  date          reason
         _sm90( 64,  64, 192, 128, 2, "2026-11-29", "571 520 423; alone 571 509 423",
               **_PAIRS, **_OWN_OUTPUT),

@@ -367,7 +367,7 @@ _HEADS = tuple(
         f"heads_{heads_q}_{heads_kv}_{layout}",
         150,
         260,
-        batch=2,
+        batch=2 if heads_q <= 16 else 1,
         heads_q=heads_q,
         heads_kv=heads_kv,
         head_dim=128,

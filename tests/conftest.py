@@ -12,11 +12,19 @@ import pytest
 POISON_BYTES = 1 << 30
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--seeds",
+        type=int,
+        default=0,
+        help="how many more random schedules the emulated forwards run (for a night)",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs an NVIDIA GPU and CuPy; skipped without")
     config.addinivalue_line("markers", "two_gpus: needs two NVIDIA GPUs")
     config.addinivalue_line("markers", "emulated: runs kernels on the CPU emulator, needs g++")
-    config.addinivalue_line("markers", "slow: minutes, not seconds")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

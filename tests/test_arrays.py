@@ -158,6 +158,17 @@ def test_tensors_without_memory_of_their_own(torch):
             cupyflash.attention(odd, k, v)
 
 
+def test_lazy_negations_are_refused(torch):
+    """The memory behind such a tensor holds the opposite values."""
+    q, k, v = (torch.from_numpy(x.astype(numpy.float32)) for x in inputs())
+    lazy = torch.complex(q, q).conj().imag
+    assert lazy.is_neg()
+    with pytest.raises(TypeError, match=r"q: .*resolve_neg"):
+        cupyflash.attention(lazy, k, v)
+    expected = cupyflash.attention(-q, k, v)
+    assert torch.equal(cupyflash.attention(lazy.resolve_neg(), k, v), expected)
+
+
 def test_untagged_bytes_stay_bytes(torch):
     """B58: nothing is reinterpreted as bf16."""
     bits = [torch.from_numpy(x).bfloat16().view(torch.uint16) for x in inputs()]

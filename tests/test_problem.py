@@ -95,6 +95,9 @@ def test_causal_and_window_become_two_bounds(causal, window, bounds):
         ((1, 2, 3), ValueError, "pair"),
         (5, TypeError, "pair"),
         ("12", TypeError, "pair"),
+        (b"12", TypeError, "pair"),
+        ({1, 2}, TypeError, "pair"),
+        ({1: 2, 3: 4}, TypeError, "pair"),
         ((True, 1), TypeError, r"window\[0\].*bool"),
         ((1, 2.0), TypeError, r"window\[1\].*float"),
         ((1, "2"), TypeError, r"window\[1\].*str"),
@@ -184,8 +187,9 @@ class DeviceScalar:
     ids=["nan", "inf", "large", "device", "bool", "text", "complex", "array"],
 )
 def test_what_is_no_scale(value, error):
-    with pytest.raises(error, match="softmax_scale"):
+    with pytest.raises(error, match="softmax_scale") as caught:
         make_problem(*qkv(), softmax_scale=value)
+    assert ("device scalar" in str(caught.value)) == hasattr(value, "__dlpack__")
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,16 @@
 // starts as round(max * scale) of the first keys seen and moves when it must:
 //   lazily   where the maximum is known, only once it has grown by more than kLazyGrowth: terms up
 //            to 2^8 are as exact as terms up to 1 in 16-bit floats, and most rescalings go away.
-//   freely   (kMaxFree; bfloat16 terms have float32's range) blocks without masked pairs do not
-//   look
-//            for the maximum at all: only the row sums are tested, and a block after which one has
-//            passed kSumLimit (or is inf, or NaN) is undone and repeated with its maximum.
+//   freely   (kMaxFree; bfloat16 terms have float32's range) blocks do not look for the maximum at
+//            all: only the row sums are tested, and a block after which one has passed kSumLimit
+//            (or is inf, or NaN) is undone and repeated with its maximum.
 //
 // Note [Large references]
 // Where |max * scale| >= 2^23 the rounding of the reference itself grows to whole powers of two and
-// all terms could overflow or vanish together. Such blocks compute (s - max) * scale instead,
-// exactly, and keep the maximum itself: their reference is `origin`, the raw maximum, and never
-// lazy.
+// all terms could overflow or vanish together. The terms of such a row are (s - max) * scale
+// instead, exactly: it keeps the maximum itself, as its `origin`, and is never lazy. A row that
+// crosses the line moves from the rounded product to the exact one, or back, in one fused step:
+// there the rounding is worth up to a third of a term.
 //
 // Note [Rows that see nothing]
 // Masked scores are -inf. A row without a visible key so far has max = -inf; its reference is then
@@ -60,11 +60,12 @@ struct OnlineSoftmax {
     settled = false;
   }
 
-  // May a block be taken without its maximum? Uniform across the warp.
-  CF_DEVICE bool can_skip_max(bool partial) const { return kMaxFree && settled && !partial; }
-
   CF_DEVICE float reference_of(float maximum) const {
     return maximum == -ptx::kInfinity ? 0.0f : ptx::mul(maximum, scale_log2);
+  }
+  // Note [Large references]; 0: none.
+  CF_DEVICE float origin_of(float maximum) const {
+    return ptx::fabs(reference_of(maximum)) < kLargeReference ? 0.0f : maximum;
   }
 
   // The reference of a tile's first block from a quarter of its columns: any value near the maximum
@@ -96,7 +97,7 @@ struct OnlineSoftmax {
   CF_DEVICE bool update_freely(float (&s)[kCount]) {
     const float before[2] = {row_sum[0], row_sum[1]};
     const float reference[2] = {reference_of(row_max[0]), reference_of(row_max[1])};
-    exponentiate(s, scale_log2, reference);
+    exponentiate(s, reference);
     const bool out_of_range = !(row_sum[0] < kSumLimit) || !(row_sum[1] < kSumLimit);
     if (!ptx::vote_any(out_of_range)) return true;
     row_sum[0] = before[0];
@@ -123,33 +124,34 @@ struct OnlineSoftmax {
       row_max[r] = ptx::fmax(row_max[r], row_reduce_max(ptx::fmax(a, b)));
       reference[r] = reference_of(row_max[r]);
       // mul, not a contracted multiply-subtract: exactly 0 where the maximum stands.
-      growth[r] = ptx::mul(previous[r], scale_log2) - reference[r];
+      const float old_reference = ptx::mul(previous[r], scale_log2);
+      growth[r] = old_reference - reference[r];
       grown = grown || -growth[r] > kLazyGrowth;
-      large = large || !(ptx::fabs(reference[r]) < kLargeReference);
+      // A maximum only grows: what was large and is not any more was below -kLargeReference.
+      large = large || !(ptx::fabs(reference[r]) < kLargeReference) ||
+              (old_reference <= -kLargeReference && previous[r] != -ptx::kInfinity);
     }
-    float scale = scale_log2;
     bool rescale = ptx::vote_any(grown);
     const bool any_large = ptx::vote_any(large);
     if constexpr (kMaxFree) {
       settled = !ptx::vote_any(large || row_max[0] == -ptx::kInfinity ||
                                row_max[1] == -ptx::kInfinity);
     }
-    if (any_large) {  // Note [Large references]
+    if (any_large) {
       rescale = true;
-      scale = 1.0f;
       CF_UNROLL
       for (int r = 0; r < 2; ++r) {
-        const float origin = row_max[r] == -ptx::kInfinity ? 0.0f : row_max[r];
+        const float origin = origin_of(row_max[r]), old_origin = origin_of(previous[r]);
         CF_UNROLL
         for (int j = 0; j < kCount / 4; ++j) {
           CF_UNROLL
-          for (int e = 0; e < 2; ++e) {
-            float& x = s[4 * j + 2 * r + e];
-            x = (x - origin) * scale_log2;
-          }
+          for (int e = 0; e < 2; ++e) s[4 * j + 2 * r + e] -= origin;
         }
-        growth[r] = (previous[r] - origin) * scale_log2;
-        reference[r] = 0.0f;
+        if (origin != 0.0f) reference[r] = 0.0f;
+        const float old_reference = old_origin != 0.0f ? 0.0f : reference_of(previous[r]);
+        growth[r] = previous[r] == -ptx::kInfinity
+                        ? -ptx::kInfinity
+                        : ptx::fma(old_origin - origin, scale_log2, old_reference - reference[r]);
       }
     } else if (!rescale) {
       CF_UNROLL
@@ -165,7 +167,7 @@ struct OnlineSoftmax {
         row_sum[r] *= correction[r];
       }
     }
-    exponentiate(s, scale, reference);
+    exponentiate(s, reference);
     return rescale;
   }
 
@@ -184,12 +186,12 @@ struct OnlineSoftmax {
 
  private:
   template <int kCount>
-  CF_DEVICE void exponentiate(float (&s)[kCount], float scale, const float (&reference)[2]) {
+  CF_DEVICE void exponentiate(float (&s)[kCount], const float (&reference)[2]) {
     CF_UNROLL
     for (int j = 0; j < kCount / 4; ++j) {
       CF_UNROLL
       for (int e = 0; e < 4; ++e) {
-        const float p = ptx::ex2(ptx::fma(s[4 * j + e], scale, -reference[e >> 1]));
+        const float p = ptx::ex2(ptx::fma(s[4 * j + e], scale_log2, -reference[e >> 1]));
         s[4 * j + e] = p;
         row_sum[e >> 1] += p;
       }

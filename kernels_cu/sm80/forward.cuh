@@ -10,9 +10,9 @@
 // kBlockM / kWarps = 16 or 32 rows; with 32 (two m16 fragments) each operand that comes out of
 // shared memory feeds two products, which halves the traffic that bounds this kernel.
 //
-// Registers of a thread (float32 or packed pairs), d128, 32 rows a warp, 64 keys:
-//   out 128, scores 64 (their upper half dies as they are packed into probabilities), row
-//   statistics 8, one operand step 8 + 4; the rest addresses. 255, no spill.
+// Registers of a thread, d128, 32 rows a warp, 64 keys: output 128, scores 64 (half of that once
+// they are packed into probabilities), row statistics 8; what is left of 255 holds addresses and
+// operands on their way from shared memory. No row of the tuning table spills.
 //
 // Shared memory (bytes, kStages = S):
 //   0                 queries, later the output    kBlockM * max(d_qk, d_v) * 2
@@ -35,8 +35,8 @@
 // Note [Opaque values]
 // The loop has no register to spare, and the compiler would spend one on every loop invariant that
 // it can name. What is needed rarely (the mask's bounds, the tile's coordinates for the epilogue)
-// is recomputed from a value that went through a warp shuffle, which it can neither hoist nor
-// reuse.
+// or costs little (shared-memory addresses, kHideThread) is recomputed from a value that went
+// through a warp shuffle, which it can neither hoist out of the loop nor reuse.
 #pragma once
 #include "attn/blocks.cuh"
 #include "attn/mask.cuh"
@@ -87,6 +87,7 @@ struct ForwardLayout {
   static constexpr int kBytes = kValues + Config::kStages * kValueBytes;
 };
 
+// A thread by its index in the CTA, known or opaque: Forward::this_thread.
 struct Thread {
   int tid;
   CF_DEVICE int lane() const { return tid & 31; }
@@ -370,7 +371,7 @@ struct Forward {
     }
   }
 
-  // One tile of queries: see the pipeline at the top of this file.
+  // One tile of queries, as the pipeline at the top of this file says.
   CF_DEVICE static void run_tile(const ForwardParams& params, int tile_idx) {
     const WorkTile work = decode_tile<Mask>(params, tile_idx);
     constexpr int kStages = Config::kStages;
@@ -382,13 +383,16 @@ struct Forward {
     const int num_blocks = blocks.count;
 
     const TileCopy<QkTile, Config::kBlockM, Layout::kThreads, Element> query_copy(
-        first_thread, params.q, work.batch * params.q_stride_batch + work.head_q * params.q_stride_head,
+        first_thread, params.q,
+        work.batch * params.q_stride_batch + work.head_q * params.q_stride_head,
         params.q_stride_seqlen, params.seqlen_q, params.head_dim_qk);
     TileCopy<QkTile, Config::kBlockN, Layout::kThreads, Element> key_copy(
-        first_thread, params.k, work.batch * params.k_stride_batch + work.head_kv * params.k_stride_head,
+        first_thread, params.k,
+        work.batch * params.k_stride_batch + work.head_kv * params.k_stride_head,
         params.k_stride_seqlen, params.seqlen_kv, params.head_dim_qk);
     TileCopy<VTile, Config::kBlockN, Layout::kThreads, Element> value_copy(
-        first_thread, params.v, work.batch * params.v_stride_batch + work.head_kv * params.v_stride_head,
+        first_thread, params.v,
+        work.batch * params.v_stride_batch + work.head_kv * params.v_stride_head,
         params.v_stride_seqlen, params.seqlen_kv, params.head_dim_v);
     const auto keys = [smem](int slot) {
       return smem + static_cast<uint32_t>(Layout::kKeys + slot * Layout::kKeyBytes);
@@ -404,7 +408,7 @@ struct Forward {
       for (int i = 0; i < Config::kHeadDimV / 2; ++i) out[f][i] = 0.0f;
     }
     Softmax softmax[2] = {Softmax(params.softmax_scale_log2),
-                          Softmax(params.softmax_scale_log2)};  // of each fragment
+                          Softmax(params.softmax_scale_log2)};  // a fragment each
     Query query;
 
     if (num_blocks > 0) {
@@ -422,7 +426,9 @@ struct Forward {
       if constexpr (kKept<kNoFirstBarrier>) ptx::cta_sync();
       if constexpr (kQueryInRegisters) {
         CF_UNROLL
-        for (int step = 0; step < kQkSteps; ++step) load_query_step(query[step], first_thread, smem, step);
+        for (int step = 0; step < kQkSteps; ++step) {
+          load_query_step(query[step], first_thread, smem, step);
+        }
       }
     }
     int slot = 0;
@@ -433,13 +439,12 @@ struct Forward {
       Scores scores;
       multiply_query_keys(scores, query, thread, smem, keys(slot));
       if (block.partial) {
-        // The shuffle keeps the rows' bounds out of the loop's registers, see Note [Opaque values].
-        const int warp_row =
-            ptx::warp_uniform(query_begin) + thread.warp() * Layout::kWarpRows + (thread.lane() >> 2);
+        // Opaque, or the bounds of all rows would be held in registers: Note [Opaque values].
+        const int row = ptx::warp_uniform(query_begin) + thread.warp() * Layout::kWarpRows +
+                        (thread.lane() >> 2);
         CF_UNROLL
         for (int f = 0; f < kFragments; ++f) {
-          mask_fragment<Mask>(params, scores[f], {warp_row + 16 * f, warp_row + 16 * f + 8},
-                              block.start);
+          mask_fragment<Mask>(params, scores[f], {row + 16 * f, row + 16 * f + 8}, block.start);
         }
       }
 

@@ -290,7 +290,8 @@ struct Consumer {
         : blocks(params, row_begin, kWarpgroupRows),
           end(tile.end),
           skipped(Mask::kHasRight && blocks.count > 0
-                      ? min(min(tile.end - blocks.end, Config::kStages), tile.count - 1)
+                      // Rows past the last query could see keys that the tile does not visit.
+                      ? max(min(min(tile.end - blocks.end, Config::kStages), tile.count - 1), 0)
                       : 0) {}
     CF_DEVICE KvBlock at(int i) const {
       const int n = end - 1 - i;
