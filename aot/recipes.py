@@ -54,7 +54,8 @@ def family_of(target: str) -> Family:
 
 
 def _specs_of(target: str) -> list[KernelSpec]:
-    """What the devices of a target would choose: the first row that fits and serves, each."""
+    """What the devices of a target would choose: the first row that fits and serves, each, alone
+    and in clusters (lengths decide between them)."""
     family = family_of(target)
     found = []
     for shared_bytes in SHARED_BYTES[target]:
@@ -64,7 +65,7 @@ def _specs_of(target: str) -> list[KernelSpec]:
                 continue
             for dtype in tile.dtypes:
                 for mask in tile.masks:
-                    use = (tile.head_dim_qk, tile.head_dim_v, dtype, mask)
+                    use = (tile.head_dim_qk, tile.head_dim_v, tile.cluster, dtype, mask)
                     if use not in served:
                         served.add(use)
                         found.append(spec_for(family, tile, target, dtype, mask))

@@ -123,6 +123,8 @@ def attention(
         TypeError: not an array; dtypes, devices or libraries that do not go together; a tensor that
             requires grad.
         DriverError: a GPU array without a usable NVIDIA driver, or a failed launch.
+        MissingKernelError, CompileError: the kernel is not at hand and cannot be compiled.
+        RuntimeError: the kernel is not loaded yet and a CUDA graph is being captured.
 
     Example:
         >>> import numpy, cupyflash
@@ -219,6 +221,11 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> str:
     if call.adapter.kind is DeviceKind.cpu:
         problem = "packed sequences" if call.packed else describe_problem(call.problem)
         return f"problem  {problem}\nkernel   the CPU path: the arrays are on the CPU"
+    if call.problem.is_empty:
+        return (
+            f"problem  {describe_problem(call.problem)}\n"
+            "kernel   none: the output is empty, nothing is launched"
+        )
     backend = backend_of(call)
     if isinstance(backend, EmulatedBackend):
         return explain_choice(call.problem, backend.info, lambda spec: "built by g++, emulated")
@@ -269,6 +276,7 @@ def raw_kernel(q: Array, k: Array, v: Array, **options: Any) -> RawKernel:
         ValueError: the problem is empty, there is nothing to launch; or ``stream`` is given, but a
             raw kernel runs on CuPy's current stream.
         UnsupportedError: as ``attention``; also where CuPy is not installed.
+        DriverError, MissingKernelError, CompileError: as ``attention``.
 
     Example:
         >>> raw = cupyflash.raw_kernel(q, k, v, causal=True)  # doctest: +SKIP
@@ -480,6 +488,8 @@ def _check_parts(views: dict[str, TensorView], num_parts: int) -> None:
             "outs[0]: expected [batch, seqlen, heads, head_dim] or [total, heads, head_dim], got "
             f"{list(first.shape)}"
         )
+    if first.dtype not in (DType.float16, DType.bfloat16, DType.float32, DType.float64):
+        raise TypeError(f"outs[0]: expected floating-point numbers, got {first.dtype}")
     *leading, seqlen, heads, _ = first.shape
     expected_lse = (*leading, heads, seqlen)
     for index in range(num_parts):

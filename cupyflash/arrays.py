@@ -230,8 +230,15 @@ class TorchAdapter(Adapter):
         dtype = self._from_torch.get(array.dtype)
         if dtype is None:
             raise TypeError(f"{name}: elements of type {array.dtype} are not supported")
+        try:
+            pointer = array.data_ptr()
+        except RuntimeError as error:
+            raise TypeError(
+                f"{name}: a tensor without memory ({error}); attention cannot run inside "
+                "torch.func.vmap or jvp yet"
+            ) from error
         return TensorView(
-            pointer=array.data_ptr(),
+            pointer=pointer,
             shape=tuple(array.shape),
             strides=array.stride(),
             dtype=dtype,

@@ -143,6 +143,8 @@ class CubinCache:
         missing = f"key {unit.key}, not in {self._places(unit)}"
         if not self.jit:
             return f"none, and CUPYFLASH_JIT=0 forbids compiling it: {missing}"
+        if nvrtc.installed_version() is None:
+            return f"none, and NVRTC is not installed: {missing}"
         return f"compiled by NVRTC at the first call: {missing}"
 
     def is_at_hand(self, spec: KernelSpec) -> bool:

@@ -258,6 +258,8 @@ def describe_problem(problem: Problem) -> str:
     if problem.mask.right is not None:
         bounds.append(f"right {problem.mask.right}")
     mask = f"window {', '.join(bounds)} ({problem.mask.align})" if bounds else "no mask"
+    if bounds and problem.position_offset:
+        mask += f" offset {problem.position_offset}"
     width = f"{problem.head_dim_qk}"
     if problem.head_dim_v != problem.head_dim_qk:
         width += f"/{problem.head_dim_v}"
@@ -413,6 +415,12 @@ def _cluster_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) ->
     return f"{idle} of the {blocks + idle} blocks of a head, {cluster} in a cluster, would be idle"
 
 
+def _num_sms_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    if problem.num_sms is None or candidate.spec.scheduler == "persistent":
+        return None
+    return "the kernel runs one block a tile, its grid cannot be limited"
+
+
 def _tiles_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     tiles = -(-problem.seqlen_q // candidate.spec.block_m) * problem.heads_q * problem.batch
     return None if tiles <= MAX_TILES else f"{tiles} tiles exceed the grid's {MAX_TILES}"
@@ -431,6 +439,7 @@ TILE_RULES = (
     Rule("mask", _mask_rule),
     Rule("shared memory", _shared_memory_rule),
     Rule("cluster", _cluster_rule),
+    Rule("num_sms", _num_sms_rule),
     Rule("tiles", _tiles_rule),
 )
 

@@ -201,6 +201,11 @@ def test_no_option_is_ignored_on_an_emulated_device(name, monkeypatch):
     assert first != second
 
 
+def test_explain_says_that_an_empty_problem_launches_nothing(stub, fake_cupy):  # noqa: F811
+    empty = FakeArray((1, 0, 2, 64), numpy.float16)
+    assert "nothing is launched" in cupyflash.explain(empty, empty, empty)
+
+
 @pytest.mark.parametrize("function", [cupyflash.explain, cupyflash.raw_kernel])
 def test_other_functions_take_the_same_options(function):
     q, k, v = column()
@@ -428,6 +433,11 @@ def test_parts_that_do_not_merge(outs, lses, error, words):
     outs, lses = ([numpy.zeros(shape, numpy.float32) for shape in part] for part in (outs, lses))
     with pytest.raises(error, match=words):
         cupyflash.merge(outs, lses)
+
+
+def test_parts_are_floating_point_numbers():
+    with pytest.raises(TypeError, match=r"outs\[0\].*int64"):
+        cupyflash.merge([numpy.zeros((1, 2, 3, 4), numpy.int64)], [numpy.zeros((1, 3, 2))])
 
 
 def test_merge_on_a_gpu_is_to_come(stub, fake_cupy):  # noqa: F811

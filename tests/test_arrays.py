@@ -156,6 +156,8 @@ def test_tensors_without_memory_of_their_own(torch):
     for odd in (fake, q.to_sparse(), torch.empty(q.shape, device="meta")):
         with pytest.raises(TypeError, match="q:"):
             cupyflash.attention(odd, k, v)
+    with pytest.raises(TypeError, match="q: .*vmap"):
+        torch.func.vmap(lambda one: cupyflash.attention(one, k, v))(q[None])
 
 
 def test_lazy_negations_are_refused(torch):

@@ -295,6 +295,12 @@ def test_leftovers_of_killed_writers_are_removed(tmp_path):
     assert not old.exists() and new.exists()
 
 
+def test_locate_promises_nothing_without_nvrtc(tmp_path, monkeypatch):
+    monkeypatch.setattr(nvrtc, "installed_version", lambda: None)
+    store = cache.CubinCache(None, tmp_path, compiler=broken_compiler)
+    assert store.locate(spec_of()).startswith("none, and NVRTC is not installed")
+
+
 def test_locate_says_where_without_compiling(tmp_path, packaged):
     store = cache.CubinCache(packaged, tmp_path / "disk", compiler=broken_compiler)
     assert store.locate(spec_of()).startswith("packaged: ")

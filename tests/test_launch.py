@@ -385,7 +385,6 @@ def test_other_tiles_at_hand_are_loaded_along(stub, monkeypatch):
     assert (sibling, 0) in launch._kernels
 
 
-
 def test_a_cubin_that_the_driver_refuses_is_a_miss(stub, monkeypatch):
     cache = StubCache([b"BAD", b"ELF"])
     monkeypatch.setattr(launch, "default_cache", lambda: cache)

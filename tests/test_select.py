@@ -158,6 +158,14 @@ def test_explain_names_problem_kernel_cubin_and_the_rest():
     assert "kernel   none" in unsupported and "serves float16 and bfloat16" in unsupported
 
 
+def test_explain_knows_what_limits_a_call():
+    shifted = problem(mask=Mask(None, 0), position_offset=-7)
+    assert "(bottom_right) offset -7" in select.explain(shifted, H200, str)
+    text = select.explain(problem(num_sms=8), A100, str)
+    assert "kernel   none" in text and "num_sms: the kernel runs one block a tile" in text
+    assert chosen(H200, num_sms=8).scheduler == "persistent"
+
+
 def test_names_are_unique_within_a_target():
     for family in tuning.FAMILIES.values():
         names = [

@@ -15,6 +15,7 @@ import zipfile
 from collections import Counter
 from pathlib import Path
 
+import numpy
 import pytest
 
 from tests.test_repository import ROOT, kernel_files, relative
@@ -67,12 +68,15 @@ def index(unpacked) -> dict:
 
 
 def run_in_wheel(unpacked: Path, program: str, **environment: str) -> str:
-    """Runs a program against the unpacked wheel and nothing of the checkout."""
-    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    """Runs a program against the unpacked wheel and nothing of the checkout.
+
+    -S keeps out the hook of an editable install, which would bring the checkout back.
+    """
+    dependencies = Path(numpy.__file__).parent.parent
     process = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-S", "-c", program],
         cwd=unpacked,
-        env={**clean, "PYTHONPATH": str(unpacked), **environment},
+        env={**os.environ, "PYTHONPATH": f"{unpacked}{os.pathsep}{dependencies}", **environment},
         capture_output=True,
         text=True,
         check=False,

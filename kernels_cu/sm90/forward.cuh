@@ -710,7 +710,8 @@ CF_DEVICE void forward(const ForwardParams& params) {
     ptx::setmaxnreg_inc<kThree ? 160 : 240>();
     Consumer<Config>(params, smem, warpgroup - 1).run();
   }
-  if constexpr (Config::kCluster > 1 && kKept<kNoExitSync>) {  // nobody leaves while the other CTA may still signal it
+  // Nobody leaves while the other CTA may still signal it.
+  if constexpr (Config::kCluster > 1 && kKept<kNoExitSync>) {
     ptx::warp_sync();
     ptx::cluster_sync();
   }

@@ -7,6 +7,5 @@ namespace cf {
 CF_DEVICE constexpr int min(int a, int b) { return a < b ? a : b; }
 CF_DEVICE constexpr int max(int a, int b) { return a > b ? a : b; }
 CF_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-CF_DEVICE constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 }  // namespace cf

@@ -137,9 +137,9 @@ def translation_unit(group: str) -> TranslationUnit:
     text = f"""\
 #include "tile/layout.cuh"
 {KERNELS.read_text()}
-static_assert(__builtin_offsetof(cf::conformance::Params, in) == {IN_OFFSET});
-static_assert(__builtin_offsetof(cf::conformance::Params, which) == {WHICH_OFFSET});
-static_assert(__builtin_offsetof(cf::conformance::Params, argument) == {ARGUMENT_OFFSET});
+static_assert(CF_OFFSETOF(cf::conformance::Params, in) == {IN_OFFSET});
+static_assert(CF_OFFSETOF(cf::conformance::Params, which) == {WHICH_OFFSET});
+static_assert(CF_OFFSETOF(cf::conformance::Params, argument) == {ARGUMENT_OFFSET});
 static_assert(sizeof(cf::conformance::Params) == {PARAMS_BYTES});
 CF_KERNEL(conformance_{group}, cf::conformance::Params, {THREADS}, 1, {cases[0].cluster}) {{
   switch (params.which) {{
