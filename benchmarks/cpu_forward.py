@@ -43,8 +43,9 @@ def speed(shape: tuple[int, int, int, int], causal: bool, cores: int, repeats: i
     """Print the time of both, and how fast the NumPy path is as a fraction of PyTorch."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal(shape, dtype=np.float32) for _ in range(3))
+    scale, right = shape[-1] ** -0.5, 0 if causal else None
     calls: dict[str, Callable[[], object]] = {
-        "cupyflash": lambda: host.attention(q, k, v, right=0 if causal else None)
+        "cupyflash": lambda: host.attention(q, k, v, softmax_scale=scale, right=right)
     }
     try:
         import torch
@@ -74,7 +75,7 @@ def memory(shape: tuple[int, int, int, int]) -> None:
     """Print the peak of what NumPy allocates during one call, output excluded."""
     q, k, v, out = (np.ones(shape, np.float32) for _ in range(4))
     tracemalloc.start()
-    host.attention(q, k, v, out=out)
+    host.attention(q, k, v, softmax_scale=shape[-1] ** -0.5, out=out)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     scores = shape[0] * shape[2] * shape[1] ** 2 * 4

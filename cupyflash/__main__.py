@@ -24,9 +24,17 @@ import numpy
 import cupyflash
 from cupyflash import cache, nvrtc, reference, select, source
 from cupyflash.errors import CompileError, DriverError, MissingKernelError, UnsupportedError
-from cupyflash.problem import DeviceInfo, Mask, Problem
+from cupyflash.problem import (
+    ALIGNS,
+    LAYOUTS,
+    DeviceInfo,
+    Mask,
+    Problem,
+    make_problem,
+    to_bshd,
+)
 from cupyflash.select import KernelSpec
-from cupyflash.tensor import DType
+from cupyflash.tensor import Device, DeviceKind, DType, TensorView, contiguous_strides
 from cupyflash.tuning import FAMILIES, MASKS
 
 KIB = 1024
@@ -83,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
     warmup = command("warmup", run_warmup, "Compiles kernels into the cache ahead of their use.")
     warmup.add_argument("--target", choices=sorted(EXAMPLES), help="default: the first GPU")
-    warmup.add_argument("--head-dim", type=int, nargs="+", default=[64, 128], metavar="N")
+    warmup.add_argument("--head-dim", type=_size, nargs="+", default=[64, 128], metavar="N")
     warmup.add_argument("--dtype", choices=sorted(DTYPES), nargs="+", default=sorted(DTYPES))
     warmup.add_argument("--mask", choices=MASKS, nargs="+", default=["none", "causal"])
 
@@ -93,17 +101,44 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_problem(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--seqlen", type=int, default=4096, help="queries")
-    parser.add_argument("--seqlen-kv", type=int, help="keys; default: as many as queries")
-    parser.add_argument("--heads", type=int, default=16, help="query heads")
-    parser.add_argument("--heads-kv", type=int, help="default: as many as query heads")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--head-dim-v", type=int, help="default: as head-dim")
+    parser.add_argument("--batch", type=_size, default=1)
+    parser.add_argument("--seqlen", type=_length, default=4096, help="queries")
+    parser.add_argument("--seqlen-kv", type=_length, help="keys; default: as many as queries")
+    parser.add_argument("--heads", type=_size, default=16, help="query heads")
+    parser.add_argument("--heads-kv", type=_size, help="default: as many as query heads")
+    parser.add_argument("--head-dim", type=_size, default=128)
+    parser.add_argument("--head-dim-v", type=_size, help="default: as head-dim")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"))
+    parser.add_argument("--align", choices=ALIGNS, default=ALIGNS[0], help="of causal and window")
+    parser.add_argument(
+        "--window",
+        type=_bound,
+        nargs=2,
+        metavar=("LEFT", "RIGHT"),
+        help="keys visible before and after a query's position; none for no bound",
+    )
+    parser.add_argument("--layout", choices=LAYOUTS, default=LAYOUTS[0])
     parser.add_argument("--target", choices=sorted(EXAMPLES), help="default: the first GPU")
+
+
+def _size(text: str) -> int:
+    return _at_least(1, text)
+
+
+def _length(text: str) -> int:
+    return _at_least(0, text)
+
+
+def _bound(text: str) -> int | None:
+    return None if text.lower() == "none" else _at_least(0, text, " or none")
+
+
+def _at_least(least: int, text: str, alternative: str = "") -> int:
+    with contextlib.suppress(ValueError):
+        if int(text) >= least:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"expected an int from {least} on{alternative}, got {text!r}")
 
 
 # --- info -----------------------------------------------------------------------------------------
@@ -133,7 +168,7 @@ def collect_info() -> dict[str, Any]:
         "python": f"{platform.python_version()} on {platform.platform()}",
         "libraries": [f"{name} {_version_of(name) or 'not installed'}" for name in LIBRARIES],
         "driver": _driver_facts(),
-        "launcher": str(source.find_packaged("libcupyflash.so") or "not built (see CONTRIBUTING)"),
+        "launcher": str(source.find_packaged("libcupyflash.so") or "built at the first call"),
         "nvrtc": _nvrtc_facts(),
         "compiler": shutil.which("g++") or "no g++: the emulator cannot run",
         "kernels": str(source.include_root()),
@@ -396,20 +431,28 @@ def _print_rows(rows: Sequence[Row]) -> None:
 
 def run_explain(options: argparse.Namespace) -> int:
     """Prints the choice for a problem given by its sizes."""
-    problem = Problem(
-        batch=options.batch,
-        seqlen_q=options.seqlen,
-        seqlen_kv=options.seqlen if options.seqlen_kv is None else options.seqlen_kv,
-        heads_q=options.heads,
-        heads_kv=options.heads_kv or options.heads,
-        head_dim_qk=options.head_dim,
-        head_dim_v=options.head_dim_v or options.head_dim,
-        dtype=DTYPES[options.dtype],
-        mask=Mask.resolve(causal=options.causal, window=options.window),
+    seqlen_kv = options.seqlen if options.seqlen_kv is None else options.seqlen_kv
+    heads_kv = options.heads if options.heads_kv is None else options.heads_kv
+    head_dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
+    shapes = (
+        (options.batch, options.seqlen, options.heads, options.head_dim),
+        (options.batch, seqlen_kv, heads_kv, options.head_dim),
+        (options.batch, seqlen_kv, heads_kv, head_dim_v),
     )
+    q, k, v = (_imagined(shape, DTYPES[options.dtype], options.layout) for shape in shapes)
+    mask = Mask.resolve(options.causal, options.window, options.align)
+    problem = make_problem(q, k, v, mask=mask, layout=options.layout)
     info = _device_for(options.target)
     print(select.explain(problem, info, cache.default_cache().locate))
     return 0
+
+
+def _imagined(shape: tuple[int, int, int, int], dtype: DType, layout: str) -> TensorView:
+    """A contiguous array on a GPU, of this shape [batch, seqlen, heads, head_dim] in ``layout``."""
+    batch, seqlen, heads, head_dim = shape
+    stored = (batch, heads, seqlen, head_dim) if layout == "bhsd" else shape
+    strides = contiguous_strides(stored)
+    return to_bshd(TensorView(0, stored, strides, dtype, Device(DeviceKind.cuda)), layout)
 
 
 def run_warmup(options: argparse.Namespace) -> int:

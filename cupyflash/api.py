@@ -24,9 +24,16 @@ from cupyflash.driver import default_driver
 from cupyflash.errors import UnsupportedError
 from cupyflash.launch import EmulatedBackend, forward_launch, load_kernel, prepare
 from cupyflash.params import FORWARD
-from cupyflash.select import describe_problem, select
 from cupyflash.select import explain as explain_choice
-from cupyflash.serve import allocate, backend_of, lookup, run_on_device, run_on_host
+from cupyflash.select import select
+from cupyflash.serve import (
+    allocate,
+    backend_of,
+    describe_on_host,
+    lookup,
+    run_on_device,
+    run_on_host,
+)
 from cupyflash.tensor import DeviceKind, DType, TensorView
 
 
@@ -121,7 +128,7 @@ def attention(
             the first condition that rules it out.
         ValueError: shapes, strides or values that do not go together, a read-only ``out``.
         TypeError: not an array; dtypes, devices or libraries that do not go together; a tensor that
-            requires grad.
+            requires grad or has a forward-mode tangent.
         DriverError: a GPU array without a usable NVIDIA driver, or a failed launch.
         MissingKernelError, CompileError: the kernel is not at hand and cannot be compiled.
         RuntimeError: the kernel is not loaded yet and a CUDA graph is being captured.
@@ -219,12 +226,8 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> str:
     """
     call = resolve(q, k, v, options_of("explain", options))
     if call.adapter.kind is DeviceKind.cpu:
-        problem = "packed sequences" if call.packed else describe_problem(call.problem)
-        return f"problem  {problem}\nkernel   the CPU path: the arrays are on the CPU"
-    if call.problem.is_empty:
         return (
-            f"problem  {describe_problem(call.problem)}\n"
-            "kernel   none: the output is empty, nothing is launched"
+            f"problem  {describe_on_host(call)}\nkernel   the CPU path: the arrays are on the CPU"
         )
     backend = backend_of(call)
     if isinstance(backend, EmulatedBackend):

@@ -19,6 +19,7 @@ from cupyflash.problem import LAYOUTS, Mask, Problem, as_float, as_int, make_pro
 from cupyflash.tensor import DeviceKind, DType, TensorView
 
 _MAX_FLOAT32 = float(numpy.finfo(numpy.float32).max)
+_MAX_FLOAT64 = float(numpy.finfo(numpy.float64).max)
 _MIN_SCALE = float(numpy.finfo(numpy.float32).tiny)
 _LOG2_E = 1.4426950408889634
 
@@ -139,6 +140,7 @@ def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
         layout=options.layout,
     )
     _check_element_type(problem, options, adapter.kind)
+    _check_softcap(softcap, problem)
     if not on_host:
         _check_for_kernel(problem)
     return Call(
@@ -187,8 +189,21 @@ def _check_element_type(problem: Problem, options: Options, kind: DeviceKind) ->
             f"q, k, v: {dtype} has no GPU kernel; convert the arrays to bfloat16 or float16, or "
             "pass NumPy arrays to compute on the CPU"
         )
-    if options.out_dtype is not None and _as_dtype(options.out_dtype) != dtype:
-        raise TypeError(f"out_dtype: expected {dtype}, the dtype of q, got {options.out_dtype}")
+    if options.out_dtype is not None and (out_dtype := _as_dtype(options.out_dtype)) != dtype:
+        raise TypeError(f"out_dtype: expected {dtype}, the dtype of q, got {out_dtype}")
+
+
+def _check_softcap(softcap: float, problem: Problem) -> None:
+    """Raises where softmax_scale / softcap, by which queries are multiplied, is infinite: times a
+    query of 0 it would be NaN."""
+    scale = problem.softmax_scale
+    assert scale is not None
+    limit = _MAX_FLOAT64 if problem.dtype is DType.float64 else _MAX_FLOAT32
+    if softcap and abs(scale) / softcap > limit:
+        raise ValueError(
+            f"softcap: expected 0 (none) or enough that softmax_scale / softcap is finite, got "
+            f"{softcap} for a softmax_scale of {scale}"
+        )
 
 
 def _as_dtype(given: Any) -> DType:
@@ -242,7 +257,7 @@ def _stream(given: Any, kind: DeviceKind) -> int | None:
     if given is None:
         return None
     if kind is DeviceKind.cpu:
-        raise ValueError("stream: the arrays are on the CPU, where there are no streams")
+        raise UnsupportedError("stream: the arrays are on the CPU, where there are no streams")
     if kind is DeviceKind.emulated:
         raise UnsupportedError("stream: emulated devices have no streams")
     return arrays.stream_handle(given)

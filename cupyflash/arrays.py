@@ -207,6 +207,7 @@ class TorchAdapter(Adapter):
         }
         self._from_torch = {dtype: ours for ours, dtype in self._dtypes.items()}
         self._is_grad_enabled = module.is_grad_enabled
+        self._forward_ad = module.autograd.forward_ad
 
     def view(self, name: str, array: Array) -> TensorView:
         torch = self._torch
@@ -237,6 +238,11 @@ class TorchAdapter(Adapter):
                 f"{name}: a tensor without memory ({error}); attention cannot run inside "
                 "torch.func.vmap or jvp yet"
             ) from error
+        if self._forward_ad.unpack_dual(array).tangent is not None:
+            raise TypeError(
+                f"{name}: the tensor has a forward-mode tangent, and attention does not record "
+                "gradients yet; pass tensor.detach()"
+            )
         return TensorView(
             pointer=pointer,
             shape=tuple(array.shape),
@@ -264,8 +270,11 @@ class TorchAdapter(Adapter):
     # The short way of a call whose configuration is known (serve.Configuration).
 
     def signature(self, array: Array) -> tuple[Any, ...]:
-        if array.requires_grad and self._is_grad_enabled():
-            raise TypeError("requires grad")  # the long way says it in full
+        # Asking a tensor for its tangent takes microseconds; outside of a level none has one.
+        if self._forward_ad._current_level >= 0 or (
+            array.requires_grad and self._is_grad_enabled()
+        ):
+            raise TypeError("may record gradients")  # the long way says it in full
         return array.shape, array.stride(), array.dtype, array.device
 
     def pointer(self, array: Array) -> int:

@@ -8,18 +8,19 @@ driver's entry points handed over and does all work of a launch in one call. A l
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import struct
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from cupyflash.cache import default_directory, write_atomically
 from cupyflash.errors import DriverError
@@ -438,30 +439,36 @@ def find_library() -> Path:
 
 
 def build_library(code: Path, directory: Path | None) -> Path:
-    """Compiles ``launch.c`` (a checkout has no built library) and keeps the result by digest."""
+    """Compiles ``launch.c`` (a checkout has no built library) and keeps the result by digest.
+
+    Raises:
+        DriverError: there is no C compiler ($CC, cc or gcc), or it fails.
+    """
     import subprocess  # 7 ms that nobody with an installed package pays
 
     digest = hashlib.sha256(code.read_bytes()).hexdigest()[:16]
     target = None if directory is None else directory / "native" / f"libcupyflash-{digest}.so"
     if target is not None and target.exists():
         return target
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CC") or next(filter(shutil.which, ("cc", "gcc")), ""))
+    if not compiler:
         raise DriverError(f"{LIBRARY_NAME} is not built and there is no C compiler to build {code}")
-    command: list[Any] = [compiler, "-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden"]
-    scratch = Path(tempfile.mkdtemp(prefix="cupyflash-"))
-    built = scratch / LIBRARY_NAME
-    process = subprocess.run(
-        [*command, "-o", built, code], capture_output=True, text=True, check=False
-    )
-    if process.returncode:
-        raise DriverError(f"{code} does not compile:\n{process.stderr}")
-    if target is None:
-        return built
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(target, built.read_bytes())
-    except OSError:
-        return built
-    shutil.rmtree(scratch, ignore_errors=True)
-    return target
+    flags = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="cupyflash-"))
+        built = Path(scratch) / LIBRARY_NAME
+        try:
+            process = subprocess.run(
+                [*compiler, *flags, "-o", built, code], capture_output=True, text=True, check=False
+            )
+        except OSError as error:
+            raise DriverError(f"{code} cannot be compiled: {error}") from error
+        if process.returncode:
+            raise DriverError(f"{code} does not compile:\n{process.stderr}")
+        if target is not None:
+            with contextlib.suppress(OSError):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(target, built.read_bytes())
+                return target
+        atexit.register(stack.pop_all().close)  # there is no place to keep it: for this process
+    return built

@@ -54,10 +54,10 @@ def attention(
     k: NDArray,
     v: NDArray,
     *,
+    softmax_scale: float,
     left: int | None = None,
     right: int | None = None,
     shift: int | ArrayLike = 0,
-    softmax_scale: float | None = None,
     softcap: float = 0.0,
     want_lse: bool = False,
     out: NDArray | None = None,
@@ -74,7 +74,7 @@ def attention(
         v: [batch, seqlen_kv, heads_kv, head_dim_v].
         left, right: mask bounds in keys, None for no bound.
         shift: the key on the diagonal of row i is i + shift; an int or one per batch entry.
-        softmax_scale: factor on the scores; None is head_dim_qk ** -0.5.
+        softmax_scale: factor on the scores.
         softcap: c > 0 turns every score s into c * tanh(s / c).
         want_lse: whether to return the log-sum-exp.
         out: where to write the output, [batch, seqlen_q, heads_q, head_dim_v], q's dtype.
@@ -119,10 +119,10 @@ def attention_varlen(
     cu_seqlens_q: ArrayLike,
     cu_seqlens_kv: ArrayLike,
     *,
+    softmax_scale: float,
     left: int | None = None,
     right: int | None = None,
     shift: int | ArrayLike = 0,
-    softmax_scale: float | None = None,
     softcap: float = 0.0,
     want_lse: bool = False,
     out: NDArray | None = None,
@@ -377,7 +377,7 @@ def _tasks(problem: _Problem, num_tasks: int) -> Iterator[_Task]:
                 )
 
 
-def _run(problems: Sequence[_Problem], softmax_scale: float | None, softcap: float) -> None:
+def _run(problems: Sequence[_Problem], softmax_scale: float, softcap: float) -> None:
     """Compute every problem, on as many threads as BLAS would have used."""
     scores = sum(p.q.shape[0] * p.q.shape[2] * p.q.shape[1] * p.k.shape[1] for p in problems)
     threads = min(_num_threads(), max(1, scores // _SCORES_WORTH_A_THREAD))
@@ -385,8 +385,6 @@ def _run(problems: Sequence[_Problem], softmax_scale: float | None, softcap: flo
     tasks = [task for problem in problems for task in _tasks(problem, wanted)]
     if not tasks:
         return
-    if softmax_scale is None:
-        softmax_scale = tasks[0].q.shape[-1] ** -0.5
     if threads == 1 or len(tasks) == 1:
         for task in tasks:
             _attend(task, softmax_scale, softcap)

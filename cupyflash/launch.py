@@ -80,9 +80,6 @@ def forward_launch(
         device: where.
         views: q, k, v, out in bshd order, and lse [batch, heads_q, seqlen_q] where wanted.
         stream: handle of the CUDA stream.
-
-    Raises:
-        UnsupportedError: as ``plan_tiles``.
     """
     tiles = plan_tiles(problem, spec, device)
     pointers = tuple(views[tensor].pointer if tensor in views else 0 for tensor in TENSORS)

@@ -218,6 +218,8 @@ def as_float(name: str, value: object) -> float:
     """``value`` as a finite Python float; a scalar that lives on a device is a TypeError."""
     if isinstance(value, numpy.ndarray) and value.ndim == 0:
         value = value[()]
+    if type(value).__module__ == "ml_dtypes" and isinstance(value, numpy.generic):
+        value = value.astype(numpy.float64)  # bfloat16 and the like are no numpy.floating
     if isinstance(value, (bool, numpy.bool_)) or not isinstance(
         value, (numbers.Real, numpy.floating, numpy.integer)
     ):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy
 
-from cupyflash.errors import UnsupportedError
 from cupyflash.problem import DeviceInfo, Problem
 from cupyflash.select import KernelSpec
 
@@ -53,8 +52,7 @@ class TilePlan:
 def plan_tiles(problem: Problem, spec: KernelSpec, device: DeviceInfo) -> TilePlan:
     """Counts and orders the tiles of ``problem`` for a kernel on a device.
 
-    Raises:
-        UnsupportedError: ``num_sms`` is set and the kernel's grid cannot be limited.
+    ``problem.num_sms`` is for persistent kernels; ``select`` gives it no other.
     """
     rows = spec.block_m * spec.cluster
     num_m_blocks = -(-problem.seqlen_q // rows)
@@ -62,10 +60,6 @@ def plan_tiles(problem: Problem, spec: KernelSpec, device: DeviceInfo) -> TilePl
     if spec.scheduler == "persistent":
         num_sms = min(problem.num_sms or device.num_sms, device.num_sms)
         slots = max(num_sms * spec.min_blocks // spec.cluster, 1)
-    elif problem.num_sms is not None:
-        raise UnsupportedError(
-            f"num_sms: {spec.name} runs one block a tile, its grid cannot be limited"
-        )
     else:
         slots = num_tiles
     slots = min(slots, num_tiles)

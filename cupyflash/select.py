@@ -234,24 +234,29 @@ def explain(problem: Problem, device: DeviceInfo, cubin: Callable[[KernelSpec], 
         cubin: says in words where the cubin of a kernel comes from (``CubinCache.locate``).
     """
     lines = [f"problem  {describe_problem(problem)}", f"device   {describe_device(device)}"]
+    if problem.is_empty:
+        return "\n".join([*lines, "kernel   none: the output is empty, nothing is launched"])
     try:
         choice = select(problem, device)
     except UnsupportedError as error:
         rejections = error.rejections
+        others = "candidates"
         lines.append("kernel   none")
     else:
         rejections = choice.rejections
+        others = "other candidates"
         name, *details = describe_spec(choice.spec)
         lines += [f"kernel   {name}", *(f"         {line}" for line in details)]
         lines.append(f"cubin    {cubin(choice.spec)}")
-    lines.append("other candidates, each with the first condition that ruled it out:")
+    lines.append(f"{others}, each with the first condition that ruled it out:")
     width = max((len(name) for name, _ in rejections), default=0)
     lines += [f"  {name:<{width}}  {reason}" for name, reason in rejections]
     return "\n".join(lines)
 
 
-def describe_problem(problem: Problem) -> str:
-    """One line: shapes, type, mask, scale."""
+def describe_problem(problem: Problem, lengths: str | None = None) -> str:
+    """One line: shapes, type, mask, scale. ``lengths`` stands for batch and lengths of packed
+    sequences, which a ``Problem`` does not know."""
     bounds = []
     if problem.mask.left is not None:
         bounds.append(f"left {problem.mask.left}")
@@ -263,10 +268,12 @@ def describe_problem(problem: Problem) -> str:
     width = f"{problem.head_dim_qk}"
     if problem.head_dim_v != problem.head_dim_qk:
         width += f"/{problem.head_dim_v}"
+    if lengths is None:
+        lengths = f"batch {problem.batch}, seqlen {problem.seqlen_q} x {problem.seqlen_kv}"
     return (
-        f"forward, batch {problem.batch}, seqlen {problem.seqlen_q} x {problem.seqlen_kv}, "
-        f"heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}, {problem.dtype}, {mask}, "
-        f"softmax_scale {problem.softmax_scale:.6g}{', lse' if problem.want_lse else ''}"
+        f"forward, {lengths}, heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}, "
+        f"{problem.dtype}, {mask}, softmax_scale {problem.softmax_scale:.6g}"
+        f"{', lse' if problem.want_lse else ''}"
     )
 
 

@@ -15,7 +15,7 @@ from cupyflash.arguments import Call
 from cupyflash.arrays import Array
 from cupyflash.launch import CudaBackend, EmulatedBackend, Plan, forward_launch, in_flight
 from cupyflash.problem import as_int, to_bshd
-from cupyflash.select import select
+from cupyflash.select import describe_problem, select
 from cupyflash.tensor import DeviceKind, DType
 
 MAX_CONFIGURATIONS = 4096
@@ -105,7 +105,7 @@ def lookup(
 
     Args:
         q, k, v, out: the arrays, unchecked.
-        settings: every option that the result depends on.
+        settings: every option that the result depends on, in the order of ``attention``.
 
     Returns:
         The key to remember the call by, or None where it must not be remembered; the configuration
@@ -122,14 +122,28 @@ def lookup(
         return None, None, (0, 0, 0, 0)
     pointer, signature = adapter.pointer, adapter.signature
     try:
+        causal, _, window, scale, softcap, q_offset, kv_offset, _, return_lse, num_sms = settings
+        # True == 1 == 1.0 find each other in a dictionary, but no option takes all three.
+        types = (
+            type(causal),
+            None if window is None else tuple(map(type, window)),
+            type(scale),
+            type(softcap),
+            type(q_offset),
+            type(kv_offset),
+            type(return_lse),
+            type(num_sms),
+        )
         pointers = (pointer(q), pointer(k), pointer(v), 0 if out is None else pointer(out))
         misaligned: Any = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
         if misaligned:
             misaligned = tuple(address & 15 for address in pointers)
         out_signature = None if out is None else signature(out)
-        key = (signature(q), signature(k), signature(v), out_signature, misaligned, settings)
+        key = (signature(q), signature(k), signature(v), out_signature, misaligned, settings, types)
         configuration = _configurations.get(key)
-    except (TypeError, RuntimeError):  # unhashable options, no address: resolve says what is wrong
+    except (TypeError, RuntimeError, AttributeError):
+        # Unhashable options, no address, a tensor that may record gradients, a PyTorch that does
+        # not tell: resolve says what is wrong, if anything is.
         return None, None, (0, 0, 0, 0)
     if out is not None and configuration is not None and not configuration.is_apart(pointers):
         configuration = None
@@ -245,12 +259,7 @@ def run_on_host(call: Call) -> Any:
         **lengths,
     }
     if call.packed:
-        starts_q, starts_kv = (_starts(call, suffix) for suffix in ("q", "kv"))
-        if len(starts_q) != len(starts_kv):
-            raise ValueError(
-                "cu_seqlens_q and cu_seqlens_kv: expected as many entries in both, got "
-                f"{len(starts_q)} and {len(starts_kv)}"
-            )
+        starts_q, starts_kv = _both_starts(call)
         shift = _shift(call, numpy.diff(starts_q), numpy.diff(starts_kv), lengths)
         q, k, v = inputs
         _, lse = host.attention_varlen(q, k, v, starts_q, starts_kv, shift=shift, **common)
@@ -261,6 +270,32 @@ def run_on_host(call: Call) -> Any:
         _, lse = host.attention(*inputs, shift=shift, **common)
     result = adapter.give(out) if options.out is None else options.out
     return (result, adapter.give(lse)) if problem.want_lse else result
+
+
+def describe_on_host(call: Call) -> str:
+    """One line about a call for the CPU: its problem and what only the CPU serves."""
+    problem = call.problem
+    batch, lengths = problem.batch, None
+    if call.packed:
+        batch = len(_both_starts(call)[0]) - 1
+        lengths = f"packed, batch {batch}, total {problem.seqlen_q} x {problem.seqlen_kv}"
+    parts = [describe_problem(problem, lengths)]
+    if call.softcap:
+        parts.append(f"softcap {call.softcap:.6g}")
+    for name in ("seqused_q", "seqused_kv"):
+        used = _lengths(call, name, batch)
+        if used is not None:
+            parts.append(f"{name} {_brief(used)}")
+    for name in ("q_offset", "kv_offset"):
+        offset = _offset(call, name, batch)
+        if offset is not None:
+            parts.append(f"{name} {_brief(offset)}")
+    return ", ".join(parts)
+
+
+def _brief(values: int | numpy.ndarray) -> str:
+    """All of a few numbers, the first and the last of many."""
+    return numpy.array2string(numpy.asarray(values), threshold=8, separator=", ")
 
 
 def _in_bshd(array: numpy.ndarray, layout: str) -> numpy.ndarray:
@@ -281,14 +316,20 @@ def _shift(
         shift += seqlens_kv if used_kv is None else used_kv
         shift -= seqlens_q if used_q is None else used_q
     for name, sign in (("q_offset", 1), ("kv_offset", -1)):
-        given = getattr(call.options, name)
-        if given is None:
-            continue
-        if getattr(given, "ndim", 0) == 0:
-            shift += sign * as_int(name, given, "int or int [batch]")
-        else:
-            shift += sign * _of_batch(name, _integers(call, name), batch)
+        offset = _offset(call, name, batch)
+        if offset is not None:
+            shift += sign * offset
     return shift
+
+
+def _offset(call: Call, name: str, batch: int) -> int | numpy.ndarray | None:
+    """q_offset or kv_offset: for all sequences, or int64 [batch]."""
+    given = getattr(call.options, name)
+    if given is None:
+        return None
+    if getattr(given, "ndim", 0) == 0:
+        return as_int(name, given, "int or int [batch]")
+    return _of_batch(name, _integers(call, name), batch)
 
 
 def _integers(call: Call, name: str) -> numpy.ndarray:
@@ -315,6 +356,17 @@ def _lengths(call: Call, name: str, batch: int) -> numpy.ndarray | None:
     if getattr(call.options, name) is None:
         return None
     return _of_batch(name, _integers(call, name), batch)
+
+
+def _both_starts(call: Call) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """cu_seqlens_q and cu_seqlens_kv."""
+    starts_q, starts_kv = (_starts(call, suffix) for suffix in ("q", "kv"))
+    if len(starts_q) != len(starts_kv):
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_kv: expected as many entries in both, got "
+            f"{len(starts_q)} and {len(starts_kv)}"
+        )
+    return starts_q, starts_kv
 
 
 def _starts(call: Call, suffix: str) -> numpy.ndarray:

@@ -206,6 +206,25 @@ def test_explain_says_that_an_empty_problem_launches_nothing(stub, fake_cupy):  
     assert "nothing is launched" in cupyflash.explain(empty, empty, empty)
 
 
+def test_explain_leaves_nothing_out_on_the_cpu():
+    q, k, v = column()
+    used = numpy.array([4], numpy.int32)
+    text = cupyflash.explain(
+        q, k, v, causal=True, softcap=2.0, seqused_kv=used, q_offset=3, kv_offset=used
+    )
+    assert "batch 1, seqlen 6 x 6" in text
+    assert "softcap 2, seqused_kv [4], q_offset 3, kv_offset [4]" in text
+    packed = {"cu_seqlens_q": CU_SEQLENS, "cu_seqlens_kv": CU_SEQLENS}
+    text = cupyflash.explain(*(x[0] for x in (q, k, v)), causal=True, softcap=0.25, **packed)
+    for words in ("packed, batch 2, total 6 x 6", "float32", "right 0", "softcap 0.25"):
+        assert words in text
+    many = numpy.zeros((300, 2, 1, 8), numpy.float32)
+    assert len(cupyflash.explain(many, many, many, seqused_q=numpy.ones(300, int))) < 300
+    with pytest.raises(ValueError, match="as many entries"):
+        packed["cu_seqlens_kv"] = CU_SEQLENS[1:]
+        cupyflash.explain(*(x[0] for x in (q, k, v)), **packed)
+
+
 @pytest.mark.parametrize("function", [cupyflash.explain, cupyflash.raw_kernel])
 def test_other_functions_take_the_same_options(function):
     q, k, v = column()
@@ -286,6 +305,17 @@ def test_out_dtype_converts_nothing(other):
         cupyflash.attention(*column(), out_dtype=other)
 
 
+def test_a_dtype_is_called_by_its_name():
+    with pytest.raises(TypeError, match="out_dtype: expected float32, .*, got float16$"):
+        cupyflash.attention(*column(), out_dtype=numpy.float16)
+
+
+@pytest.mark.parametrize("options", [{"num_sms": 4}, {"stream": 0}], ids=str)
+def test_what_only_a_gpu_has_is_unsupported_on_the_cpu(options):
+    with pytest.raises(cupyflash.UnsupportedError, match=next(iter(options))):
+        cupyflash.attention(*column(), **options)
+
+
 # --- values ---------------------------------------------------------------------------------------
 
 
@@ -300,6 +330,12 @@ def test_out_dtype_converts_nothing(other):
         ({"window": (2**31, None)}, ValueError, r"2\*\*31"),
         ({"softcap": -1.0}, ValueError, "softcap"),
         ({"softcap": "30"}, TypeError, "softcap"),
+        (
+            {"softcap": 1e-42},
+            ValueError,
+            "softcap: .* softmax_scale / softcap is finite, got 1e-42",
+        ),
+        ({"softcap": 0.5, "softmax_scale": 2e38}, ValueError, "softcap"),
         ({"softmax_scale": float("nan")}, ValueError, "softmax_scale"),
         ({"softmax_scale": 3e38}, ValueError, "softmax_scale"),
         ({"num_sms": 0}, ValueError, "num_sms"),
@@ -328,6 +364,15 @@ def test_scales_that_only_the_cpu_serves(scale, stub, fake_cupy):  # noqa: F811
     assert numpy.isfinite(out).all()
     with pytest.raises(cupyflash.UnsupportedError, match="softmax_scale"):
         cupyflash.attention(*fake_inputs(), softmax_scale=scale)
+
+
+def test_small_softcaps_that_are_served():
+    zeros = numpy.zeros((1, 2, 1, 8), numpy.float32)
+    assert (cupyflash.attention(zeros, zeros, zeros + 1, softcap=1e-38) == 1).all()
+    wide = zeros.astype(numpy.float64)
+    assert (cupyflash.attention(wide, wide, wide + 1, softcap=1e-42) == 1).all()
+    with pytest.raises(ValueError, match="softcap"):
+        cupyflash.attention(wide, wide, wide, softcap=1e-320)
 
 
 def test_offsets_of_each_sequence_are_for_the_cpu(stub, fake_cupy):  # noqa: F811

@@ -13,7 +13,7 @@ import numpy
 import pytest
 
 import cupyflash
-from cupyflash import arrays
+from cupyflash import arrays, serve
 from cupyflash.tensor import CPU, Device, DeviceKind, DType
 
 BF16 = numpy.dtype(ml_dtypes.bfloat16)
@@ -145,6 +145,34 @@ def test_gradients_are_never_lost_silently(torch):
         out = cupyflash.attention(parameter, k, v)
     assert torch.equal(out, cupyflash.attention(q, k, v)) and not out.requires_grad
     assert torch.equal(cupyflash.attention(parameter.detach(), k, v), out)
+
+
+def test_tangents_are_never_lost_silently(torch, monkeypatch):
+    """Forward mode: a dual tensor is refused, and known configurations do not let it slip."""
+    from torch.autograd import forward_ad
+
+    q, k, v = (torch.from_numpy(x) for x in inputs())
+    adapter = arrays.TorchAdapter(torch)  # of the GPU; it reads tensors on the CPU as well
+    monkeypatch.setattr(arrays, "FAST", {torch.Tensor: adapter})
+    settings = (False, "bottom_right", None, None, 0.0, None, None, "bshd", False, None)
+    key, _, _ = serve.lookup(q, k, v, None, settings)
+    assert key is not None
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(k, torch.ones_like(k))
+        assert not dual.requires_grad
+        with torch.no_grad():  # does not end forward mode
+            for arguments in ((q, dual, v), (dual, dual, dual)):
+                with pytest.raises(TypeError, match=r"forward-mode tangent.*detach"):
+                    cupyflash.attention(*arguments)
+                assert serve.lookup(*arguments, None, settings)[0] is None
+        with pytest.raises(TypeError, match="out: .*forward-mode tangent"):
+            out = torch.zeros(2, 5, 4, 16)
+            cupyflash.attention(q, k, v, out=forward_ad.make_dual(out, torch.ones_like(out)))
+        out = cupyflash.attention(q, dual.detach(), v)
+    assert torch.equal(out, cupyflash.attention(q, k, v))
+    assert serve.lookup(q, k, v, None, settings)[0] == key
+    with pytest.raises(TypeError, match="q: "):
+        torch.func.jvp(lambda one: cupyflash.attention(one, k, v), (q,), (q,))
 
 
 def test_tensors_without_memory_of_their_own(torch):
@@ -326,7 +354,9 @@ def test_the_import_is_lazy_and_touches_nothing(tmp_path):
         loaded = {name.split(".")[0] for name in set(sys.modules) - before}
         assert not loaded & {"cupy", "torch", "jax", "ml_dtypes", "ctypes", "cuda"}, loaded
         assert {n for n in sys.modules if n.startswith("cupyflash.")} == set()
+        extra = set(dir(cupyflash)) - set(cupyflash.__all__)
         assert set(cupyflash.__all__) <= set(dir(cupyflash))
+        assert "__version__" in extra and all(name.startswith("__") for name in extra), extra
         for name in cupyflash.__all__:
             getattr(cupyflash, name)
         assert not {"cupy", "torch", "jax"} & set(sys.modules)

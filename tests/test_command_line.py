@@ -35,6 +35,7 @@ def test_info(store, capsys):
     assert f"cupyflash  {cupyflash.__version__}" in out and "numpy" in out
     assert run("info", "--json") == 0
     facts = json.loads(capsys.readouterr().out)
+    assert facts["launcher"].endswith(("libcupyflash.so", "built at the first call"))
     assert {"driver", "launcher", "nvrtc", "packaged", "cache"} <= facts.keys()
 
 
@@ -45,6 +46,61 @@ def test_explain(store, capsys):
     assert "compiled by NVRTC at the first call" in out
     assert run("explain", "--target", "sm_90a", "--head-dim", "100") == 0
     assert "kernel   none" in capsys.readouterr().out
+
+
+def test_explain_takes_mask_and_layout(store, capsys):
+    common = ("explain", "--target", "sm_90a", "--seqlen", "512", "--seqlen-kv", "1024")
+    assert run(*common, "--window", "128", "none", "--align", "top_left") == 0
+    assert "window left 128 (top_left)" in capsys.readouterr().out
+    assert run(*common, "--window", "none", "none", "--layout", "bhsd") == 0
+    assert "no mask" in capsys.readouterr().out
+    assert run("explain", "--target", "sm_90a", "--seqlen", "0") == 0
+    assert "nothing is launched" in capsys.readouterr().out
+    wide = (*common, "--heads", str(2**32))  # the next query is too far for TMA, the next head not
+    assert run(*wide) == 0
+    assert "TMA cannot address q: seqlen stride" in capsys.readouterr().out
+    assert run(*wide, "--layout", "bhsd") == 0
+    assert "TMA cannot address" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--head-dim", "0"], "--head-dim: expected an int from 1 on, got '0'"),
+        (["--head-dim-v", "0"], "--head-dim-v: expected an int from 1 on"),
+        (["--seqlen", "-3"], "--seqlen: expected an int from 0 on, got '-3'"),
+        (["--seqlen-kv", "1.5"], "--seqlen-kv: expected an int"),
+        (["--heads-kv", "0"], "--heads-kv: expected an int from 1 on"),
+        (["--window", "-1", "0"], "--window: expected an int from 0 on or none, got '-1'"),
+    ],
+    ids=str,
+)
+def test_sizes_that_mean_nothing(store, capsys, arguments, words):
+    with pytest.raises(SystemExit) as stopped:
+        run("explain", "--target", "sm_90a", *arguments)
+    assert stopped.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--heads", "4", "--heads-kv", "3"], "multiple of the heads of k and v"),
+        (["--seqlen", str(2**29 + 1)], "seqlen is at most"),
+        (["--window", str(2**31), "0"], "window left"),
+    ],
+    ids=str,
+)
+def test_explain_checks_what_attention_checks(store, capsys, arguments, words):
+    assert run("explain", "--target", "sm_90a", *arguments) == 1
+    captured = capsys.readouterr()
+    assert words in captured.err and not captured.out
+
+
+def test_warmup_of_no_width(store, capsys):
+    with pytest.raises(SystemExit):
+        run("warmup", "--target", "sm_90a", "--head-dim", "64", "0")
+    assert "expected an int from 1 on" in capsys.readouterr().err
 
 
 def test_explain_without_a_gpu_asks_for_a_target(store, capsys):

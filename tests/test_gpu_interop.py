@@ -229,6 +229,11 @@ def test_torch_gradients_and_parameters(torch: Any) -> None:
             assert torch.equal(cupyflash.attention(parameter, k, v), expected)
         with torch.inference_mode():
             assert torch.equal(cupyflash.attention(parameter, k, v), expected)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            with pytest.raises(TypeError, match=r"forward-mode tangent.*detach"):
+                cupyflash.attention(dual, k, v)
+            assert torch.equal(cupyflash.attention(q, k, v), expected)
 
 
 def test_torch_host_and_gpu_do_not_mix(torch: Any) -> None:

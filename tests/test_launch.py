@@ -493,6 +493,34 @@ def test_the_library_is_built_once(tmp_path):
         driver.build_library(broken, tmp_path)
 
 
+def test_building_leaves_nothing_behind(tmp_path, monkeypatch):
+    scratch, broken = tmp_path / "scratch", tmp_path / "launch.c"
+    scratch.mkdir()
+    monkeypatch.setattr(driver.tempfile, "tempdir", str(scratch))
+    broken.write_text("int f(")
+    with pytest.raises(DriverError, match="does not compile"):
+        driver.build_library(broken, tmp_path)
+    code = Path(driver.__file__).parent / "native" / "launch.c"
+    assert driver.build_library(code, tmp_path).exists()
+    assert not list(scratch.iterdir())
+    at_exit = []
+    monkeypatch.setattr(driver.atexit, "register", at_exit.append)
+    for directory in (None, broken):  # no place to keep it, or none that can be written
+        assert driver.build_library(code, directory).parent.parent == scratch
+        at_exit.pop()()
+        assert not list(scratch.iterdir())
+
+
+def test_the_compiler_may_come_with_options(tmp_path, monkeypatch):
+    code = tmp_path / "launch.c"
+    code.write_text("#ifndef WANTED\n#error no option\n#endif\n")
+    monkeypatch.setenv("CC", "cc -DWANTED")
+    assert driver.build_library(code, tmp_path).exists()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    with pytest.raises(DriverError, match="no-such-compiler"):
+        driver.build_library(code, tmp_path / "other")
+
+
 # --- the whole way with an array type of a library -----------------------------------------------
 
 
@@ -603,6 +631,34 @@ def test_both_ways_do_the_same(stub, fake_cupy):
     assert turns[0] == turns[1] == turns[2]
     assert len({str(entry[1:]) for entry in turns[0]}) == len(turns[0]), "each option has an effect"
     assert len(serve._configurations) == len(variants) * len(inputs)
+
+
+@pytest.mark.parametrize(
+    ("served", "refused"),
+    [
+        ({"causal": True}, {"causal": 1}),
+        ({"causal": False}, {"causal": 0.0}),
+        ({"return_lse": True}, {"return_lse": 1}),
+        ({"softmax_scale": 1}, {"softmax_scale": True}),
+        ({"softcap": 0.0}, {"softcap": False}),
+        ({"num_sms": 4}, {"num_sms": 4.0}),
+        ({"q_offset": 0}, {"q_offset": False}),
+        ({"kv_offset": 1}, {"kv_offset": True}),
+        ({"window": (3, 1)}, {"window": (3.0, 1)}),
+        ({"window": (3, 1)}, {"window": (3, True)}),
+    ],
+    ids=str,
+)
+def test_what_is_refused_cold_is_refused_warm(stub, fake_cupy, served, refused):
+    """Equal values are one key of a dictionary: True == 1 == 1.0."""
+    q, k, v = fake_inputs()
+    with pytest.raises(TypeError, match=next(iter(refused))):
+        cupyflash.attention(q, k, v, **refused)
+    for _ in range(3):
+        cupyflash.attention(q, k, v, **served)
+        with pytest.raises(TypeError, match=next(iter(refused))):
+            cupyflash.attention(q, k, v, **refused)
+    assert len(serve._configurations) == 1
 
 
 def test_arrays_on_another_device(stub, fake_cupy):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fractions
 import math
 
+import ml_dtypes
 import numpy
 import pytest
 
@@ -145,6 +146,8 @@ def test_the_mask_kind_names_the_bounds_that_hide_a_key(seqlen_q, seqlen_kv, mas
         numpy.float64(0.125),
         fractions.Fraction(1, 8),
         numpy.array(0.125),
+        ml_dtypes.bfloat16(0.125),
+        numpy.array(0.125, ml_dtypes.bfloat16),
     ],
     ids=lambda scale: type(scale).__name__,
 )
@@ -182,9 +185,12 @@ class DeviceScalar:
         (True, TypeError),
         ("0.125", TypeError),
         (1j, TypeError),
+        (numpy.complex64(1), TypeError),
+        (numpy.str_("1"), TypeError),
         (numpy.array([0.125]), TypeError),
     ],
-    ids=["nan", "inf", "large", "device", "bool", "text", "complex", "array"],
+    ids=["nan", "inf", "large", "device", "bool", "text", "complex"]
+    + ["numpy complex", "numpy text", "array"],
 )
 def test_what_is_no_scale(value, error):
     with pytest.raises(error, match="softmax_scale") as caught:

@@ -7,7 +7,6 @@ import dataclasses
 import pytest
 
 from cupyflash import schedule, tuning
-from cupyflash.errors import UnsupportedError
 from cupyflash.problem import DeviceInfo, Mask, Problem
 from cupyflash.select import spec_for
 from cupyflash.tensor import DType
@@ -94,7 +93,5 @@ def test_the_blocks_of_a_cluster_share_a_tile():
     assert plan.num_blocks == 132
 
 
-def test_a_grid_of_one_block_a_tile_cannot_be_limited():
-    with pytest.raises(UnsupportedError, match="num_sms"):
-        schedule.plan_tiles(problem(num_sms=8), spec("none", scheduler="single"), H200)
+def test_a_persistent_grid_can_be_limited():
     assert schedule.plan_tiles(problem(num_sms=8), spec("none"), H200).num_blocks == 8

@@ -156,6 +156,7 @@ def test_explain_names_problem_kernel_cubin_and_the_rest():
     assert "preference: forward_sm90_" in text
     unsupported = select.explain(problem(dtype=DType.float32, out_dtype=None), H200, str)
     assert "kernel   none" in unsupported and "serves float16 and bfloat16" in unsupported
+    assert "\nother candidates, each" in text and "\ncandidates, each" in unsupported
 
 
 def test_explain_knows_what_limits_a_call():

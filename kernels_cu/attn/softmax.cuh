@@ -29,8 +29,8 @@ namespace cf {
 
 inline constexpr float kLargeReference = 8388608.0f;  // 2^23: float32 steps of 1
 inline constexpr float kLazyGrowth = 8.0f;            // log2 units
-// 2^24: terms p v stay far from float32's end whatever v is in practice, and flat rows stay below it
-// up to tens of millions of keys.
+// 2^24: terms p v stay far from float32's end whatever v is in practice, and flat rows stay below
+// it up to tens of millions of keys.
 inline constexpr float kSumLimit = 16777216.0f;
 inline constexpr float kLn2 = 0.693147180559945309f;
 
