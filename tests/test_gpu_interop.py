@@ -500,7 +500,7 @@ def test_torch_on_the_second_gpu(cupy: Any, torch: Any) -> None:
             torch.cuda.synchronize(device)
             np.testing.assert_array_equal(bits(out), expected)
         if device == "cuda:1":
-            assert torch.cuda.memory_allocated(0) == before
+            assert torch.cuda.memory_allocated(0) <= before
     first, second = (to_torch(torch, arrays[0], f"cuda:{index}") for index in (0, 1))
     with pytest.raises(TypeError, match="cuda:0.*cuda:1"):
         cupyflash.attention(first, second, second)

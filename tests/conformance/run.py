@@ -50,7 +50,10 @@ def make_record(device: Device) -> dict[str, Any]:
     """Run every case on the GPU, twice: what is not reproducible is no record."""
     results = {}
     for case in suite.CASES:
-        output = device.run(case)
+        try:
+            output = device.run(case)
+        except Exception as error:  # a fault ends the process's use of the GPU: say whose it was
+            raise RecordError(f"{case}: {error}") from error
         if not np.array_equal(output, device.run(case)):
             raise RecordError(f"{case}: two runs on the GPU differ")
         results[case.name] = stored(case, output)
