@@ -420,6 +420,9 @@ void tma_store(const CUtensorMap* map, saddr src, int rank, Coordinates at, bool
     fail("a %dd TMA store through a tensor map of rank %u", rank, operation->map.rank);
   check_alignment(src, 128, "TMA source");
   if (&cta_of(src) != fiber.cta) fail("a TMA store from another CTA's shared memory");
+  for (int i = 0; i < rank; ++i) {  // a load may; an H200 faults on a store
+    if (at.c[i] < 0) fail("a TMA store begins before the tensor: coordinate %d is %d", i, at.c[i]);
+  }
   shared_offset(*fiber.cta, src,
                 box_rows(operation->map) * operation->map.box[0] * operation->map.element_bytes);
   operation->at = at;

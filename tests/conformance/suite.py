@@ -177,12 +177,10 @@ def wrapper_digest() -> str:
         text = re.sub(r"//[^\n]*", "", path.read_text())
         digest.update(" ".join(text.split()).encode() + b"\0")
     for case in CASES:
-        digest.update(repr(dataclasses.replace(case, make_input=_zero, expected=None)).encode())
+        shape = (case.name, case.group, case.call, case.map, case.arguments, case.cluster)
+        digest.update(repr(shape).encode() + b"\0")
+        digest.update(case.input.tobytes() + case.output_before.tobytes())
     return digest.hexdigest()
-
-
-def _zero(rng: np.random.Generator) -> NDArray:
-    return np.zeros(0, np.uint8)
 
 
 # -- inputs ----------------------------------------------------------------------------------------
@@ -419,6 +417,8 @@ def _tma() -> Iterator[Case]:
                 arguments=arguments,
                 expected=loaded_box(load, arguments),
             )
+            if min(coordinates) < 0:  # a store may not begin before the tensor: an H200 faults
+                continue
             yield Case(
                 f"tma_store_{swizzle}_{rows}_{place}",
                 "tma",

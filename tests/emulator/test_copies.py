@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from cupyflash import emulate
+from cupyflash.errors import EmulationError
 from tests.emulator.harness import MODES, Hazard, Kernel, Launch, check_hazard, run
 
 pytestmark = [
@@ -465,7 +466,7 @@ def test_boxes_that_overhang(schedule: str, seed: int, swizzle: int) -> None:
   fence_proxy_async();
   cta_sync();
   if (tid() == 0) {
-    tma_store_4d(&params.out_map, tile, -3, 5, 1, 0);
+    tma_store_4d(&params.out_map, tile, 2, 5, 1, 0);
     tma_commit();
     tma_wait<0>();
   }""",
@@ -484,10 +485,24 @@ def test_boxes_that_overhang(schedule: str, seed: int, swizzle: int) -> None:
     out, report = run(kernel, launch, schedule=schedule, seed=seed)
     expected = np.full_like(source, np.nan)
     added = (np.arange(8 * columns) + 1).reshape(8, columns).astype(np.float32)
-    inside = min(columns - 3, 8)
-    expected[0, 1, 5:, :inside] = source[0, 1, 5:, :inside] + added[:4, 3 : 3 + inside]
+    loaded = np.zeros((4, 6), np.float32)
+    loaded[:, 3:] = source[0, 1, 5:, :3]
+    expected[0, 1, 5:, 2:] = loaded + added[:4, :6]
     np.testing.assert_array_equal(out, expected)
     assert report.bytes_to_shared == 32 * columns
+
+
+@pytest.mark.parametrize("operation", ["tma_store_4d", "tma_reduce_add_4d"])
+@pytest.mark.parametrize("at", ["-8, 0", "0, -1"])
+def test_a_store_may_not_begin_before_the_tensor(operation: str, at: str) -> None:
+    """An H200 stops with an illegal instruction; a load may, and reads zeros there."""
+    body = STORE.format(**GOOD_STORE).replace(
+        "tma_store_4d(&params.out_map, tile, 0, 16 * i,",
+        f"{operation}(&params.out_map, tile, {at},",
+    )
+    launch = Launch(out=np.ones((1, 1, 16, 32), np.float32), boxes={"out": ((32, 16, 1, 1), 0)})
+    with pytest.raises(EmulationError, match="begins before the tensor"):
+        run(Kernel(body, "sm_90a", threads=64), launch)
 
 
 @pytest.mark.parametrize(("schedule", "seed"), MODES)
