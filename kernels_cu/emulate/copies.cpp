@@ -88,7 +88,7 @@ void cp_async_wait(int pending, Where where) {
            fiber.copies.operations.size() > fiber.copies_issued - group.issued) {
       run_front(fiber.copies);
     }
-    fiber.copies_waited = group.issued;
+    fiber.copies_waited = std::max(fiber.copies_waited, group.issued);
     if (machine.race) learn(fiber, fiber.agent + 1, group.time);
     fiber.copy_groups.erase(fiber.copy_groups.begin(),
                             fiber.copy_groups.begin() + static_cast<ptrdiff_t>(covered));
@@ -215,9 +215,10 @@ struct TmaLoad final : Operation {
       observe_global(source.first + skip, size, false, origin);
     }
     for (uint32_t i = 0; i < inner; i += 16) {
-      const uint32_t offset = swizzled(dst + row * inner + i, map.swizzle) - kSharedBase;
-      if (machine.race) observe_shared(*cta, offset & kSharedOffsetMask, 16, true, origin.access());
-      async_store(*cta, offset & kSharedOffsetMask, buffer + i, 16);
+      // The swizzle may lead out of the bytes that the box itself takes.
+      const uint32_t offset = shared_offset(*cta, swizzled(dst + row * inner + i, map.swizzle), 16);
+      if (machine.race) observe_shared(*cta, offset, 16, true, origin.access());
+      async_store(*cta, offset, buffer + i, 16);
     }
   }
   const char* when_abandoned() const override { return "a TMA load"; }
@@ -281,7 +282,7 @@ struct TmaStore final : BulkStore {
     const uint32_t rows = box_rows(map), inner = map.box[0] * map.element_bytes;
     data.resize(static_cast<size_t>(rows) * inner);
     for (uint32_t i = 0; i < data.size(); i += 16) {
-      const uint32_t offset = (swizzled(src + i, map.swizzle) & kSharedOffsetMask) - kSharedBase;
+      const uint32_t offset = shared_offset(*cta, swizzled(src + i, map.swizzle), 16);
       if (machine.race) observe_shared(*cta, offset, 16, false, origin.access());
       memcpy(data.data() + i, cta->async.data() + offset, 16);
     }
@@ -385,7 +386,7 @@ void tma_load(saddr dst, const CUtensorMap* map, saddr barrier, int rank, Coordi
   if (!two_ctas && cta_mask == 0 && barrier >> kSharedRankShift != dst >> kSharedRankShift)
     fail("TMA load: destination and mbarrier lie in different CTAs");
   const bool multicast = cta_mask != 0;
-  if (!multicast) cta_mask = 1u << (dst >> kSharedRankShift);
+  if (!multicast) cta_mask = 1u << cta_of(dst).rank;
   if (cta_mask >> machine.cluster_size != 0)
     fail("TMA multicast mask 0x%x in a cluster of %d", cta_mask, machine.cluster_size);
   const uint32_t bytes = box_rows(decoded) * decoded.box[0] * decoded.element_bytes;
@@ -445,7 +446,7 @@ void bulk_load(saddr dst, const void* src, uint32_t bytes, saddr barrier, uint32
   check_bulk(src, bytes, "bulk load");
   check_alignment(dst, 16, "bulk load destination");
   const bool multicast = cta_mask != 0;
-  if (!multicast) cta_mask = 1u << (dst >> kSharedRankShift);
+  if (!multicast) cta_mask = 1u << cta_of(dst).rank;
   if (cta_mask >> machine.cluster_size != 0)
     fail("bulk load: multicast mask 0x%x in a cluster of %d", cta_mask, machine.cluster_size);
   for (uint32_t rank = 0; cta_mask >> rank != 0; ++rank) {
@@ -469,8 +470,9 @@ void bulk_store(void* dst, saddr src, uint32_t bytes, bool reduce_add_f32, Where
   Fiber& fiber = enter("bulk_store", where);
   check_bulk(dst, bytes, "bulk store");
   check_alignment(src, 16, "bulk store source");
+  if (&cta_of(src) != fiber.cta) fail("a bulk store from another CTA's shared memory");
   auto operation = std::make_unique<PlainStore>();
-  operation->offset = shared_offset(cta_of(src), src, bytes);
+  operation->offset = shared_offset(*fiber.cta, src, bytes);
   operation->bytes = bytes;
   operation->dst = static_cast<uint8_t*>(dst);
   operation->reduce_add = reduce_add_f32;

@@ -18,6 +18,7 @@
 #include <cstring>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -290,6 +291,7 @@ struct Machine {
   SiteTable sites;
   RaceLog races;
   GlobalShadow global_shadow;
+  std::map<const void*, Clock> released;  // by global address: what release stores left there
 
   bool early() const { return schedule == Schedule::kEarly; }
   bool random() const { return schedule >= Schedule::kRandom; }

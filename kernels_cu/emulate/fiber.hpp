@@ -2,7 +2,6 @@
 // CF_EMULATE_UCONTEXT asks for it, as a test).
 #pragma once
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cstddef>
 #include <cstdint>

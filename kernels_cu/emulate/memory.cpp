@@ -1,5 +1,4 @@
 // Ordinary memory accesses, atomics, proxies, and the names of faulting addresses.
-#include <cmath>
 #include <map>
 
 #include "engine.hpp"
@@ -109,20 +108,16 @@ static uint32_t combine(Atomic operation, uint32_t old, uint32_t value) {
 }
 
 namespace {
-// Clocks left behind by release stores and atomics on global memory, by address.
-std::map<const void*, Clock> released;
-
 void release_at(Fiber& fiber, const void* address) {
   if (!machine.race) return;
-  Clock& clock = released[address];
+  Clock& clock = machine.released[address];
   clock.resize(machine.num_agents, 0);
   publish(fiber, clock);
 }
 void acquire_at(Fiber& fiber, const void* address) {
   if (!machine.race) return;
-  const auto found = released.find(address);
-  if (found != released.end() && found->second.size() == machine.num_agents)
-    learn(fiber, found->second);
+  const auto found = machine.released.find(address);
+  if (found != machine.released.end()) learn(fiber, found->second);
 }
 void observe_global(Fiber& fiber, const void* address, int bytes, bool write, Where where) {
   if (machine.race_global)
@@ -135,7 +130,7 @@ void check_global(const void* address, int bytes, const char* what) {
 }
 }  // namespace
 
-// A lock-free counter or flag: atomics are ordered among themselves, and carry what was known.
+// Relaxed: nothing that a thread knows passes through an atomic.
 uint32_t global_atomic(Atomic operation, void* address, uint32_t value, Where where) {
   enter("global atomic", where);
   check_global(address, 4, "global atomic");
@@ -194,13 +189,12 @@ void global_load_acquire(void* value, const void* address, int bytes, Where wher
     machine.pollers.push_back(&fiber);
     park();
     memcpy(&seen, address, bytes);
-  } else {
-    maybe_yield();
   }
   fiber.spin_address = address;
   fiber.spin_value = seen;
   memcpy(value, &seen, bytes);
-  acquire_at(fiber, address);
+  acquire_at(fiber, address);  // before another thread may run: a later release was not seen
+  maybe_yield();
 }
 
 void global_store_release(void* address, const void* value, int bytes, Where where) {

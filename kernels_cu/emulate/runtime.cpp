@@ -530,6 +530,7 @@ void prepare_machine(const KernelInfo& kernel, const LaunchRequest& request) {
   m.sites.clear();
   m.races.clear();
   m.global_shadow.clear();
+  m.released.clear();
 }
 
 void check_request(const KernelInfo& kernel, const LaunchRequest& request) {

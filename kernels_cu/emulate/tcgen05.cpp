@@ -4,8 +4,6 @@
 // thread. For the race detector a warp's ld or st is an access by lane 0 to a 32-lane quarter. It
 // is checked against what lane 0 knew at its last fence::after_thread_sync, and others learn of it
 // only through wait::ld or wait::st and fence::before_thread_sync: a missing fence is a report.
-#include <cmath>
-
 #include "numerics.hpp"
 
 namespace cf::emulate {

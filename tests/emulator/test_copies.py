@@ -332,6 +332,32 @@ HAZARDS = [
         RING_LAUNCH,
     ),
     Hazard(
+        "tma_swizzled_out_of_bounds",
+        Kernel(
+            "const saddr bar = smem_base();"
+            " if (tid() == 0) { mbarrier_init(bar, 1); fence_mbarrier_init();"
+            " mbarrier_arrive_expect_tx(bar, 64);"
+            " tma_load_4d(bar + 512, &params.a_map, bar, 0, 0, 0, 0, kEvictNormal);"
+            " mbarrier_wait(bar, 0); }",
+            "sm_90a",
+            shared_bytes=576,
+        ),
+        "shared memory out of bounds: 16 bytes at offset 576 of 576",
+        map_over(NUMBERS.reshape(1, 1, 64, 64), (16, 1, 1, 1), 128),
+    ),
+    Hazard(
+        "bulk_store_of_another_cta",
+        Kernel(
+            "if (cta_idx() == 0 && tid() == 0) emulate::bulk_store(params.out,"
+            " map_to_cta(smem_base(), 1), 512, false, emulate::Where::here());"
+            " cluster_sync();",
+            "sm_90a",
+            cluster=2,
+            grid=2,
+        ),
+        "a bulk store from another CTA's shared memory",
+    ),
+    Hazard(
         "tma_on_sm80",
         Kernel("tma_prefetch_descriptor(&params.a_map);"),
         "TMA does not exist on sm_80",
@@ -393,6 +419,27 @@ def test_cp_async_wait_all_needs_no_commit(schedule: str, seed: int) -> None:
     kernel = cp_async(commit="", wait="cp_async_wait_all();")
     out, _ = run(kernel, Launch(a=NUMBERS), schedule=schedule, seed=seed)
     np.testing.assert_array_equal(out[:128].reshape(4, 32), CP_ASYNC_EXPECTED)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), MODES)
+def test_a_wait_after_an_asynchronous_arrival(schedule: str, seed: int) -> None:
+    """The second copy is in no group: the mbarrier answers for it, and the wait for the first."""
+    kernel = Kernel(
+        """
+  const saddr bar = smem_base(), first = bar + 1024 + 16 * lane(), second = first + 512;
+  const float* row = static_cast<const float*>(params.a) + 4 * lane();
+  if (tid() == 0) mbarrier_init(bar, 32);
+  cta_sync();
+  cp_async_16(first, row, 16);
+  cp_async_commit();
+  cp_async_16(second, row + 128, 16);
+  emulate::cp_async_mbarrier_arrive(bar, true, emulate::Where::here());
+  cp_async_wait<0>();
+  mbarrier_wait(bar, 0);
+  stg_f32(params.out + lane(), lds_f32(first) + lds_f32(second));"""
+    )
+    out, _ = run(kernel, Launch(a=NUMBERS), schedule=schedule, seed=seed)
+    np.testing.assert_array_equal(out[:32], 2 * 4 * np.arange(32) + 128)
 
 
 @pytest.mark.parametrize("window", [1, 3])

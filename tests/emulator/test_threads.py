@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 
 from cupyflash import emulate
-from tests.emulator.harness import MODES, Hazard, Kernel, Launch, check_hazard, run
+from cupyflash.errors import EmulationError
+from tests.emulator.harness import (
+    MODES,
+    PARAMS_BYTES,
+    Hazard,
+    Kernel,
+    Launch,
+    check_hazard,
+    run,
+)
 
 pytestmark = [
     pytest.mark.emulated,
@@ -274,6 +283,35 @@ def test_flags_in_global_memory(schedule: str, seed: int) -> None:
     for window in (1, 2):
         out, _ = run(kernel, schedule=schedule, seed=seed, race="global", window=window)
         np.testing.assert_array_equal(out[101:133], 2 * np.arange(32))
+
+
+def test_a_launch_learns_nothing_from_the_one_before() -> None:
+    """A release of an earlier launch, on the same address, orders nothing in this one."""
+    kernel = Kernel(
+        """
+  const emulate::Where here = emulate::Where::here();
+  float flag = 0.0f;
+  if (cta_idx() == 0) {
+    stg_f32(params.out + 1 + tid(), 1.0f);
+    cta_sync();
+    if (tid() == 0 && params.size == 1) emulate::global_store_release(params.out, &flag, 4, here);
+  } else if (params.size == 0) {
+    emulate::global_load_acquire(&flag, params.out, 4, here);
+    stg_f32(params.out + 101 + tid(), bits_float(ldg32(params.out + 1 + tid())));
+  }""",
+        grid=2,
+    ).build()
+    out = emulate.device("sm_80").array(np.zeros(256, np.float32))
+
+    def launch(size: int) -> None:
+        params = bytearray(PARAMS_BYTES)
+        params[400:408] = out.pointer.to_bytes(8, "little")
+        params[408:412] = size.to_bytes(4, "little")
+        emulate.run(kernel, 2, params, race="global", window=2)
+
+    launch(1)
+    with pytest.raises(EmulationError, match="race on global memory"):
+        launch(0)
 
 
 def test_shared_memory_starts_as_nan() -> None:
