@@ -1,4 +1,3 @@
-#!/usr/bin/env python3
 """Compiles the cubins of a wheel, on a machine that needs no GPU and no CUDA toolkit.
 
     python aot/build.py --recipe core --out build/cubins

@@ -8,8 +8,8 @@ from cupyflash.tuning import FAMILIES, Family
 RECIPES: dict[str, tuple[str, ...]] = {
     # Compute capabilities 8.x, 9.0, 10.0 and 10.3, each with the kernels made for it.
     "core": ("sm_80", "sm_90a", "sm_100f"),
-    # Also the sm80 family where it is second choice (unaligned tensors on 9.0, head_dim 96, 192
-    # and 256 on 10.x) and where it is the only one (12.x).
+    # Also the sm80 family where it is second choice (tensors that TMA cannot address on 9.0 and
+    # 10.x, head_dim above 128 on 10.x) and where it is the only one (12.x).
     "full": ("sm_80", "sm_90a", "sm_100f", "sm_90", "sm_100", "sm_103", "sm_120"),
     "none": (),
 }

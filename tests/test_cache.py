@@ -307,14 +307,3 @@ def test_locate_says_where_without_compiling(tmp_path, packaged):
     assert "compiled by NVRTC at the first call" in store.locate(spec_of(mask="none"))
     offline = cache.CubinCache(None, None, jit=False)
     assert "CUPYFLASH_JIT=0 forbids" in offline.locate(spec_of())
-
-
-def test_disk_hit_is_quick(tmp_path):
-    """Part of the 30 ms from a disk hit to the first launch: everything but the driver."""
-    spec = spec_of()
-    cache.CubinCache(None, tmp_path, compiler=Compiler(b"x" * 60_000)).get(spec)
-    source._read_header.cache_clear()
-    start = time.perf_counter()
-    entry = cache.CubinCache(None, tmp_path, compiler=broken_compiler).get(spec)
-    assert entry.origin == "disk"
-    assert time.perf_counter() - start < 1.0  # measured: 2 ms; the bound is for a loaded machine

@@ -1,8 +1,9 @@
 """Public bug reports about software of this kind, as small inputs whose right answer is known.
 
-The entry of each report (B01 and so on) is in the docstring. A report that is about arithmetic runs
-on every path: NumPy, the three kernel families under the emulator, and CuPy where there is a GPU.
-What concerns GPUs alone is marked gpu; what a family has no kernel for must raise UnsupportedError.
+The label of each report (B01 and so on; ``public_reports.md``) is in the docstring. A report
+that is about arithmetic runs on every path: NumPy, the three kernel families under the
+emulator, and CuPy where there is a GPU. What concerns GPUs alone is marked gpu; what a family
+has no kernel for must raise UnsupportedError.
 """
 
 from __future__ import annotations

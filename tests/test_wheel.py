@@ -63,7 +63,7 @@ def unpacked(wheel, tmp_path_factory) -> Path:
 def index(unpacked) -> dict:
     found = json.loads((unpacked / "cupyflash" / "cubins" / "index.json").read_text())
     if not found["cubins"]:
-        pytest.skip("this wheel was built without cubins (CUPYFLASH_TEST_WHEEL is not set)")
+        pytest.skip("this wheel carries no cubins; CUPYFLASH_TEST_WHEEL can name one that does")
     return found
 
 
@@ -86,7 +86,7 @@ def run_in_wheel(unpacked: Path, program: str, **environment: str) -> str:
 
 
 def test_one_wheel_serves_every_python(wheel, names):
-    assert re.fullmatch(r"cupyflash-[\d.]+-py3-none-(many)?linux\w*_x86_64\.whl", wheel.name)
+    assert re.fullmatch(r"cupyflash-[\d.]+-py3-none-(many)?linux[\w.]*_x86_64\.whl", wheel.name)
     (tags,) = [name for name in names if name.endswith(".dist-info/WHEEL")]
     with zipfile.ZipFile(wheel) as archive:
         text = archive.read(tags).decode()
@@ -175,7 +175,7 @@ for spec in specs:
 print(len(specs))
 """
     out = run_in_wheel(unpacked, program, CUPYFLASH_JIT="0", CUPYFLASH_CACHE_DIR=str(tmp_path))
-    assert int(out) == len(index["cubins"])
+    assert int(out) == sum(name.split("/")[0] in CORE_TARGETS for name in index["cubins"])
 
 
 def test_wheel_works_on_its_own(unpacked, tmp_path):
