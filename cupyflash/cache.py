@@ -137,7 +137,7 @@ class CubinCache:
         if spec in self._memory:
             return f"memory (first {self._memory[spec].origin}: {self._memory[spec].path})"
         unit = source.translation_unit(spec)
-        entry = self._from_package(unit) or self._from_disk(unit)
+        entry = self._at_hand(unit)
         if entry is not None:
             return f"{entry.origin}: {entry.path}"
         missing = f"key {unit.key}, not in {self._places(unit)}"
@@ -147,12 +147,13 @@ class CubinCache:
             return f"none, and NVRTC is not installed: {missing}"
         return f"compiled by NVRTC at the first call: {missing}"
 
-    def is_at_hand(self, spec: KernelSpec) -> bool:
-        """Whether ``get`` would find the cubin without compiling it."""
-        if spec in self._memory:
-            return True
-        unit = source.translation_unit(spec)
-        return (self._from_package(unit) or self._from_disk(unit)) is not None
+    def get_at_hand(self, spec: KernelSpec) -> CacheEntry | None:
+        """What ``get`` gives, or None where it would have to compile."""
+        entry = self._memory.get(spec)
+        if entry is not None:
+            return _as_memory(entry)
+        entry = self._at_hand(source.translation_unit(spec))
+        return None if entry is None else self._memory.setdefault(spec, entry)
 
     def discard(self, spec: KernelSpec, reason: str) -> None:
         """Forgets an entry that the driver refused, so that the next ``get`` makes a new one.
@@ -188,7 +189,7 @@ class CubinCache:
 
     def _find(self, spec: KernelSpec) -> CacheEntry:
         unit = source.translation_unit(spec)
-        entry = self._from_package(unit) or self._from_disk(unit)
+        entry = self._at_hand(unit)
         if entry is not None:
             return entry
         if not self.jit:
@@ -199,6 +200,9 @@ class CubinCache:
             raise MissingKernelError(self._missing(unit, str(error))) from error
         logger.info("compiled %s for %s in %.2f s", unit.name, unit.target, compiled.seconds)
         return CacheEntry(compiled.cubin, "compiled", self._store(unit, compiled.cubin), unit.key)
+
+    def _at_hand(self, unit: TranslationUnit) -> CacheEntry | None:
+        return self._from_package(unit) or self._from_disk(unit)
 
     def _from_package(self, unit: TranslationUnit) -> CacheEntry | None:
         if self.packaged is None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyflash import driver as drivers
-from cupyflash.cache import default_cache
+from cupyflash.cache import CacheEntry, CubinCache, default_cache
 from cupyflash.driver import PreparedLaunch, TensorMap
 from cupyflash.errors import DriverError
 from cupyflash.params import FORWARD, TensorMapRequest
@@ -203,17 +203,28 @@ def load_kernel(spec: KernelSpec, device_index: int, stream: int = 0) -> Kernel:
     with _kernels_lock:
         kernel = _kernels.get((spec, device_index))
         if kernel is None:
-            kernel = _kernels[spec, device_index] = _load(driver, spec, device_index)
+            cache = default_cache()
+            kernel = _load(driver, cache, spec, device_index, cache.get(spec))
+            _kernels[spec, device_index] = kernel
             # Other lengths may take another tile: it should not be met cold, in a capture say.
             for sibling in siblings(spec):
-                if (sibling, device_index) not in _kernels and default_cache().is_at_hand(sibling):
-                    _kernels[sibling, device_index] = _load(driver, sibling, device_index)
+                if (sibling, device_index) in _kernels:
+                    continue
+                entry = cache.get_at_hand(sibling)
+                if entry is not None:
+                    loaded = _load(driver, cache, sibling, device_index, entry)
+                    _kernels[sibling, device_index] = loaded
     return kernel
 
 
-def _load(driver: drivers.Driver, spec: KernelSpec, device_index: int) -> Kernel:
-    cache = default_cache()
-    entry = cache.get(spec)
+def _load(
+    driver: drivers.Driver,
+    cache: CubinCache,
+    spec: KernelSpec,
+    device_index: int,
+    entry: CacheEntry,
+) -> Kernel:
+    """The kernel of ``spec`` from this entry, or from a new one if the driver refuses it."""
     try:
         function = driver.load(device_index, entry.cubin, spec.name, spec.shared_bytes)
     except DriverError as error:

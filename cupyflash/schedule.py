@@ -49,6 +49,7 @@ class TilePlan:
     section_heads: int
 
 
+@functools.lru_cache(maxsize=1024)
 def plan_tiles(problem: Problem, spec: KernelSpec, device: DeviceInfo) -> TilePlan:
     """Counts and orders the tiles of ``problem`` for a kernel on a device.
 
@@ -65,13 +66,7 @@ def plan_tiles(problem: Problem, spec: KernelSpec, device: DeviceInfo) -> TilePl
     slots = min(slots, num_tiles)
     fitting = _fitting_heads(problem, device)
     if spec.scheduler == "persistent" and spec.mask != "none":
-        heads = _balanced_heads(
-            num_m_blocks,
-            problem.heads_q * problem.batch,
-            slots,
-            fitting,
-            tuple(_blocks_of(problem, spec, m * rows, rows) for m in range(num_m_blocks)),
-        )
+        heads = _balanced_heads(problem, spec, num_m_blocks, slots, fitting)
     else:
         heads = fitting
     # section * num_m_blocks is a 32-bit product in the kernel.
@@ -88,22 +83,25 @@ def _fitting_heads(problem: Problem, device: DeviceInfo) -> int:
     return min(kv_heads * problem.group, problem.batch * problem.heads_q)
 
 
-def _blocks_of(problem: Problem, spec: KernelSpec, begin: int, rows: int) -> int:
-    """Key blocks that the queries [begin, begin + rows) visit (``attn/blocks.cuh``)."""
-    last = min(begin + rows, problem.seqlen_q) - 1
-    end = min(problem.seqlen_kv, last + problem.shift + problem.window_right + 1)
-    first = max(0, begin + problem.shift - problem.window_left)
-    return -(-end // spec.block_n) - first // spec.block_n if end > first else 0
+def _blocks_visited(problem: Problem, spec: KernelSpec, num_m_blocks: int) -> numpy.ndarray:
+    """Key blocks that each tile of a head visits, by its query block (``attn/blocks.cuh``)."""
+    rows = spec.block_m * spec.cluster
+    begin = numpy.arange(num_m_blocks, dtype=numpy.int64) * rows
+    last = numpy.minimum(begin + rows, problem.seqlen_q) - 1
+    end = numpy.minimum(problem.seqlen_kv, last + problem.shift + problem.window_right + 1)
+    first = numpy.maximum(0, begin + problem.shift - problem.window_left)
+    return numpy.where(end > first, -(-end // spec.block_n) - first // spec.block_n, 0)
 
 
-@functools.lru_cache(maxsize=1024)
 def _balanced_heads(
-    num_m_blocks: int, heads: int, slots: int, fitting: int, blocks: tuple[int, ...]
+    problem: Problem, spec: KernelSpec, num_m_blocks: int, slots: int, fitting: int
 ) -> int:
     """The section that ends first, by the count of key blocks on the busiest slot."""
+    heads = problem.heads_q * problem.batch
     if num_m_blocks * heads > _MAX_COUNTED_TILES or slots <= 1:
         return fitting
-    work = numpy.array(blocks[::-1], dtype=numpy.int64) + _TILE_OVERHEAD  # last query block first
+    # The last query block comes first.
+    work = _blocks_visited(problem, spec, num_m_blocks)[::-1] + _TILE_OVERHEAD
     sections = sorted({*(1 << n for n in range(heads.bit_length())), fitting, heads})
     costs = {
         section: _busiest(work, heads, section, slots)

@@ -307,3 +307,16 @@ def test_locate_says_where_without_compiling(tmp_path, packaged):
     assert "compiled by NVRTC at the first call" in store.locate(spec_of(mask="none"))
     offline = cache.CubinCache(None, None, jit=False)
     assert "CUPYFLASH_JIT=0 forbids" in offline.locate(spec_of())
+
+
+def test_at_hand_is_what_get_gives_without_compiling(tmp_path, packaged):
+    spec, absent = spec_of(), spec_of(mask="none")
+    store = cache.CubinCache(packaged, tmp_path / "disk", compiler=broken_compiler)
+    assert store.get_at_hand(absent) is None
+    first = store.get_at_hand(spec)
+    assert first is not None and (first.origin, first.cubin) == ("packaged", CUBIN)
+    again = store.get_at_hand(spec)
+    assert again is not None and again.origin == store.get(spec).origin == "memory"
+    with pytest.warns(RuntimeWarning, match="refused"):
+        store.discard(spec, "no binary for this GPU")
+    assert store.get_at_hand(spec) is None

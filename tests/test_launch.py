@@ -125,8 +125,8 @@ class StubCache:
         self.refused: list[str] = []
         self.at_hand: set[str] = set()
 
-    def is_at_hand(self, spec):
-        return spec.name in self.at_hand
+    def get_at_hand(self, spec):
+        return self.get(spec) if spec.name in self.at_hand else None
 
     def get(self, spec):
         return CacheEntry(
