@@ -161,20 +161,19 @@ struct BoxRow {
 
 BoxRow box_row(const TensorMap& map, const Coordinates& at, uint32_t row) {
   bool inside = true;
-  int64_t offset = 0;
+  uint64_t offset = 0;  // modulo 2^64, as addresses are
   for (uint32_t d = 1; d < map.rank; ++d) {
     const int64_t index = at.c[d] + static_cast<int64_t>(row % map.box[d]);
     row /= map.box[d];
     if (index < 0 || index >= static_cast<int64_t>(map.dims[d])) inside = false;
-    offset += index * static_cast<int64_t>(map.strides[d - 1]);
+    offset += static_cast<uint64_t>(index) * map.strides[d - 1];
   }
   if (!inside) return {nullptr, 0, 0};
   const int64_t begin = std::max<int64_t>(0, -static_cast<int64_t>(at.c[0]));
   const int64_t end =
       std::min<int64_t>(map.box[0], static_cast<int64_t>(map.dims[0]) - at.c[0]);
-  offset += static_cast<int64_t>(at.c[0]) * map.element_bytes;
-  return {reinterpret_cast<uint8_t*>(map.base + static_cast<uint64_t>(offset)), begin,
-          std::max(begin, end)};
+  offset += static_cast<uint64_t>(static_cast<int64_t>(at.c[0]) * map.element_bytes);
+  return {reinterpret_cast<uint8_t*>(map.base + offset), begin, std::max(begin, end)};
 }
 
 uint32_t box_rows(const TensorMap& map) {
@@ -355,6 +354,20 @@ struct CopyToCta final : Operation {
   const char* when_abandoned() const override { return "a copy to another CTA"; }
 };
 
+struct AsyncWord final : Operation {
+  Cta* to;
+  uint32_t dst, value;
+  saddr barrier;
+  Origin origin;
+  bool step() override {
+    if (machine.race) observe_shared(*to, dst, 4, true, origin.access());
+    async_store(*to, dst, &value, 4);
+    mbarrier_complete_bytes(barrier, 4, origin);
+    return true;
+  }
+  const char* when_abandoned() const override { return "a store to another CTA"; }
+};
+
 void issue_store(Fiber& fiber, std::unique_ptr<BulkStore> operation, Where where) {
   operation->cta = fiber.cta;
   operation->group = fiber.bulk_groups;
@@ -493,6 +506,22 @@ void bulk_copy_to_cta(saddr dst, saddr src, uint32_t bytes, saddr barrier, Where
   operation->bytes = bytes;
   operation->barrier = barrier;
   mbarrier_at(barrier, "bulk_copy_to_cta");
+  operation->origin = bulk_origin(fiber, where);
+  issue_unordered(std::move(operation), where);
+}
+
+void store_async(saddr dst, uint32_t value, saddr barrier, Where where) {
+  require_architecture(90, 119, "st.async", where);
+  Fiber& fiber = enter("store_async", where);
+  check_alignment(dst, 4, "st.async destination");
+  if (barrier >> kSharedRankShift != dst >> kSharedRankShift)
+    fail("st.async: destination and mbarrier lie in different CTAs");
+  auto operation = std::make_unique<AsyncWord>();
+  operation->to = &cta_of(dst);
+  operation->dst = shared_offset(*operation->to, dst, 4);
+  operation->value = value;
+  operation->barrier = barrier;
+  mbarrier_at(barrier, "store_async");
   operation->origin = bulk_origin(fiber, where);
   issue_unordered(std::move(operation), where);
 }

@@ -73,6 +73,10 @@ CF_DEVICE uint32_t ldg32(const void* p, CF_WHERE) {
 CF_DEVICE u32x4 ldg128(const void* p, CF_WHERE) { return emulated_global_load<u32x4>(p, where); }
 CF_DEVICE void stg32(void* p, uint32_t v, CF_WHERE) { emulate::global_store(p, &v, 4, where); }
 CF_DEVICE void stg_f32(float* p, float v, CF_WHERE) { emulate::global_store(p, &v, 4, where); }
+CF_DEVICE int atomic_add(int32_t* p, int v, CF_WHERE) {
+  return static_cast<int>(emulate::global_atomic(emulate::Atomic::kAddU32, p,
+                                                 static_cast<uint32_t>(v), where));
+}
 CF_DEVICE void stg128(void* p, u32x4 v, CF_WHERE) { emulate::global_store(p, &v, 16, where); }
 
 CF_DEVICE uint32_t float_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
@@ -106,6 +110,7 @@ inline constexpr float kInfinity = __builtin_huge_valf();
 CF_DEVICE float ex2(float x) { return __builtin_exp2f(x); }
 CF_DEVICE float lg2(float x) { return __builtin_log2f(x); }
 CF_DEVICE float rcp(float x) { return 1.0f / x; }
+CF_DEVICE float opaque(float x) { return x; }
 CF_DEVICE float fmax(float a, float b) { return __builtin_fmaxf(a, b); }
 CF_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 CF_DEVICE float mul(float a, float b) { return a * b; }
@@ -205,6 +210,19 @@ CF_DEVICE void tma_load_4d_multicast(saddr dst, const CUtensorMap* map, saddr ba
                                      int c2, int c3, uint16_t cta_mask, uint64_t, CF_WHERE) {
   emulate::tma_load(dst, map, bar, 4, {{c0, c1, c2, c3}}, cta_mask, false, where);
 }
+CF_DEVICE void tma_load_5d(saddr dst, const CUtensorMap* map, saddr bar, int c0, int c1, int c2,
+                           int c3, int c4, uint64_t, CF_WHERE) {
+  emulate::tma_load(dst, map, bar, 5, {{c0, c1, c2, c3, c4}}, 0, false, where);
+}
+CF_DEVICE void tma_load_5d_multicast(saddr dst, const CUtensorMap* map, saddr bar, int c0, int c1,
+                                     int c2, int c3, int c4, uint16_t cta_mask, uint64_t,
+                                     CF_WHERE) {
+  emulate::tma_load(dst, map, bar, 5, {{c0, c1, c2, c3, c4}}, cta_mask, false, where);
+}
+CF_DEVICE void tma_store_5d(const CUtensorMap* map, saddr src, int c0, int c1, int c2, int c3,
+                            int c4, CF_WHERE) {
+  emulate::tma_store(map, src, 5, {{c0, c1, c2, c3, c4}}, false, where);
+}
 CF_DEVICE void tma_store_4d(const CUtensorMap* map, saddr src, int c0, int c1, int c2, int c3,
                             CF_WHERE) {
   emulate::tma_store(map, src, 4, {{c0, c1, c2, c3}}, false, where);
@@ -228,6 +246,9 @@ CF_DEVICE uint32_t cluster_cta_rank() {
 }
 CF_DEVICE saddr map_to_cta(saddr a, uint32_t rank, CF_WHERE) {
   return emulate::map_to_cta(a, rank, where);
+}
+CF_DEVICE void store_async_32(saddr cluster_dst, uint32_t value, saddr cluster_bar, CF_WHERE) {
+  emulate::store_async(cluster_dst, value, cluster_bar, where);
 }
 CF_DEVICE void cluster_arrive(CF_WHERE) { emulate::cluster_arrive(where); }
 CF_DEVICE void cluster_wait(CF_WHERE) { emulate::cluster_wait(where); }

@@ -142,6 +142,8 @@ void bulk_load(saddr dst, const void* src, uint32_t bytes, saddr barrier, uint32
                Where where);
 void bulk_store(void* dst, saddr src, uint32_t bytes, bool reduce_add_f32, Where where);
 void bulk_copy_to_cta(saddr dst, saddr src, uint32_t bytes, saddr barrier, Where where);
+// st.async of a word into another CTA of the cluster, which counts on a barrier there.
+void store_async(saddr dst, uint32_t value, saddr barrier, Where where);
 void bulk_commit(Where where);
 void bulk_wait(int pending, bool read_only, Where where);
 

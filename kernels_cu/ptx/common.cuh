@@ -81,6 +81,13 @@ CF_DEVICE void stg128(void* p, u32x4 v) {
                : "memory");
 }
 
+// Returns the value before (PTX ISA: atom.global.add).
+CF_DEVICE int atomic_add(int32_t* p, int v) {
+  int before;
+  asm volatile("atom.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
+  return before;
+}
+
 // --- warp (PTX ISA: shfl.sync, vote.sync, bar.warp.sync) ----------------------------------------
 
 CF_DEVICE float shfl_xor(float v, int mask) { return __shfl_xor_sync(0xffffffffu, v, mask); }
@@ -121,6 +128,12 @@ CF_DEVICE float lg2(float x) {
 CF_DEVICE float rcp(float x) {
   float y;
   asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// x, but the compiler cannot know that.
+CF_DEVICE float opaque(float x) {
+  float y;
+  asm volatile("mov.b32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 CF_DEVICE float fmax(float a, float b) { return ::fmaxf(a, b); }

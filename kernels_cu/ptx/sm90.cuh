@@ -74,6 +74,14 @@ CF_DEVICE void tma_load_4d(saddr dst, const CUtensorMap* map, saddr bar, int c0,
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
       : "memory");
 }
+CF_DEVICE void tma_load_5d(saddr dst, const CUtensorMap* map, saddr bar, int c0, int c1, int c2,
+                           int c3, int c4, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(dst),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(policy)
+      : "memory");
+}
 // The same box to the same offset in every CTA of `cta_mask`, counting on each one's barrier.
 CF_DEVICE void tma_load_4d_multicast(saddr dst, const CUtensorMap* map, saddr bar, int c0, int c1,
                                      int c2, int c3, uint16_t cta_mask, uint64_t policy) {
@@ -83,11 +91,28 @@ CF_DEVICE void tma_load_4d_multicast(saddr dst, const CUtensorMap* map, saddr ba
       "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "h"(cta_mask), "l"(policy)
       : "memory");
 }
+CF_DEVICE void tma_load_5d_multicast(saddr dst, const CUtensorMap* map, saddr bar, int c0, int c1,
+                                     int c2, int c3, int c4, uint16_t cta_mask, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;" ::"r"(
+          dst),
+      "l"(map), "r"(bar), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "h"(cta_mask), "l"(policy)
+      : "memory");
+}
 CF_DEVICE void tma_store_4d(const CUtensorMap* map, saddr src, int c0, int c1, int c2, int c3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
                ::"l"(map),
                "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
                : "memory");
+}
+CF_DEVICE void tma_store_5d(const CUtensorMap* map, saddr src, int c0, int c1, int c2, int c3,
+                            int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::
+          "l"(map),
+      "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
 }
 // Adds a box of floats (or 16-bit floats: the map's type) into global memory.
 CF_DEVICE void tma_reduce_add_4d(const CUtensorMap* map, saddr src, int c0, int c1, int c2,
@@ -122,6 +147,16 @@ CF_DEVICE saddr map_to_cta(saddr a, uint32_t rank) {
   saddr r;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(rank));
   return r;
+}
+// Stores a word into the shared memory of another CTA of the cluster and counts its 4 bytes on a
+// barrier there (both addresses from `map_to_cta`); who waits for that barrier sees the word. (PTX
+// ISA: st.async.)
+CF_DEVICE void store_async_32(saddr cluster_dst, uint32_t value, saddr cluster_bar) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          cluster_dst),
+      "r"(value), "r"(cluster_bar)
+      : "memory");
 }
 CF_DEVICE void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

@@ -12,7 +12,7 @@ struct Params {
   const uint8_t* in;
   uint8_t* out;
   int32_t which;        // the case
-  int32_t argument[5];  // TMA: coordinates and bytes of the box
+  int32_t argument[8];  // TMA: coordinates, then bytes of the box
 };
 
 inline constexpr int kThreads = 128;
@@ -112,6 +112,14 @@ CF_DEVICE void pack(const Params& p) {
   }
 }
 
+// Every bit of a float, NaNs and denormals too.
+CF_DEVICE void opaque(const Params& p) {
+  for (int i = 0; i < 128; ++i) {
+    const float x = ptx::bits_float(input(p, i * kThreads + ptx::tid()));
+    output(p, i, ptx::float_bits(ptx::opaque(x)));
+  }
+}
+
 enum class Function { kEx2, kLg2, kRcp };
 template <Function kFunction>
 CF_DEVICE void approximate(const Params& p) {
@@ -199,32 +207,50 @@ CF_DEVICE void mbarrier_sequence(const Params& p) {
 
 // --- TMA ----------------------------------------------------------------------------------------
 
+// Bytes that are not zero, for TMA to write over.
+CF_DEVICE void taint_shared(saddr base, int bytes) {
+  for (int i = 4 * ptx::tid(); i < bytes; i += 4 * kThreads) ptx::sts32(base + i, 0xA5A5A5A5u);
+  ptx::fence_proxy_async();
+}
+
+// A map of `kRank` dimensions, coordinates from argument[0], bytes of a box in argument[kRank].
+template <int kRank>
 CF_DEVICE void tma_load(const Params& p) {
   const saddr base = ptx::smem_base(), bar = base + kBarrierOffset;
-  const int bytes = p.argument[4];
+  const auto& at = p.argument;
+  const int bytes = at[kRank];
+  taint_shared(base, bytes);
+  ptx::cta_sync();
   if (ptx::tid() == 0) {
     ptx::mbarrier_init(bar, 1);
     ptx::fence_mbarrier_init();
     ptx::mbarrier_arrive_expect_tx(bar, static_cast<uint32_t>(bytes));
-    ptx::tma_load_4d(base, &p.map, bar, p.argument[0], p.argument[1], p.argument[2], p.argument[3],
-                     ptx::kEvictNormal);
+    if constexpr (kRank == 4) {
+      ptx::tma_load_4d(base, &p.map, bar, at[0], at[1], at[2], at[3], ptx::kEvictNormal);
+    } else {
+      ptx::tma_load_5d(base, &p.map, bar, at[0], at[1], at[2], at[3], at[4], ptx::kEvictNormal);
+    }
   }
   ptx::cta_sync();
   ptx::mbarrier_wait(bar, 0);
   dump_shared(p.out, base, bytes);
 }
 
-template <bool kAdd>
+template <int kRank, bool kAdd>
 CF_DEVICE void tma_store(const Params& p) {
+  static_assert(kRank == 4 || !kAdd);
   const saddr base = ptx::smem_base();
-  fill_shared(p, base, p.argument[4]);
+  const auto& at = p.argument;
+  fill_shared(p, base, at[kRank]);
   ptx::fence_proxy_async();
   ptx::cta_sync();
   if (ptx::tid() == 0) {
     if constexpr (kAdd) {
-      ptx::tma_reduce_add_4d(&p.map, base, p.argument[0], p.argument[1], p.argument[2], p.argument[3]);
+      ptx::tma_reduce_add_4d(&p.map, base, at[0], at[1], at[2], at[3]);
+    } else if constexpr (kRank == 4) {
+      ptx::tma_store_4d(&p.map, base, at[0], at[1], at[2], at[3]);
     } else {
-      ptx::tma_store_4d(&p.map, base, p.argument[0], p.argument[1], p.argument[2], p.argument[3]);
+      ptx::tma_store_5d(&p.map, base, at[0], at[1], at[2], at[3], at[4]);
     }
     ptx::tma_commit();
     ptx::tma_wait_read<0>();
@@ -232,11 +258,17 @@ CF_DEVICE void tma_store(const Params& p) {
   }
 }
 
-// Two CTAs: each loads its half of the rows for both, and CTA 1 arrives on a barrier of CTA 0.
+// --- clusters of two CTAs -----------------------------------------------------------------------
+
+// Each CTA loads its half of the rows for both (argument[kRank + 1] of them, in dimension 1), and
+// CTA 1 arrives on a barrier of CTA 0.
+template <int kRank>
 CF_DEVICE void tma_multicast(const Params& p) {
   const saddr base = ptx::smem_base(), loaded = base + kBarrierOffset, joined = loaded + 8;
-  const int half = p.argument[4];
+  const auto& at = p.argument;
+  const int half = at[kRank];
   const uint32_t rank = ptx::cluster_cta_rank();
+  taint_shared(base, 2 * half);
   if (ptx::tid() == 0) {
     ptx::mbarrier_init(loaded, 1);
     ptx::mbarrier_init(joined, 2);
@@ -245,15 +277,68 @@ CF_DEVICE void tma_multicast(const Params& p) {
   }
   ptx::cluster_sync();
   if (ptx::tid() == 0) {
-    const int row = p.argument[1] + static_cast<int>(rank) * p.argument[3];
-    ptx::tma_load_4d_multicast(base + rank * static_cast<uint32_t>(half), &p.map, loaded,
-                               p.argument[0], row, p.argument[2], 0, 3, ptx::kEvictLast);
+    const saddr target = base + rank * static_cast<uint32_t>(half);
+    const int row = at[1] + static_cast<int>(rank) * at[kRank + 1];
+    if constexpr (kRank == 4) {
+      ptx::tma_load_4d_multicast(target, &p.map, loaded, at[0], row, at[2], at[3], 3,
+                                 ptx::kEvictLast);
+    } else {
+      ptx::tma_load_5d_multicast(target, &p.map, loaded, at[0], row, at[2], at[3], at[4], 3,
+                                 ptx::kEvictLast);
+    }
     ptx::mbarrier_arrive_remote(ptx::map_to_cta(joined, 0));
   }
   ptx::mbarrier_wait(loaded, 0);
   if (rank == 0) ptx::mbarrier_wait(joined, 0);
   dump_shared(p.out + rank * static_cast<uint32_t>(2 * half), base, 2 * half);
   ptx::cluster_sync();
+}
+
+// Every thread sends two words, in two rounds, to the other CTA (argument[0] is 1) or to its own
+// (0). The wait for their bytes is all that makes them visible.
+CF_DEVICE void store_async(const Params& p) {
+  constexpr int kRounds = 2, kBytes = 2 * 4 * kThreads;
+  const saddr inbox = ptx::smem_base(), bar = inbox + kBarrierOffset;
+  const uint32_t rank = ptx::cluster_cta_rank(), to = rank ^ static_cast<uint32_t>(p.argument[0]);
+  const int place = (ptx::tid() * 37 + 11) % kThreads;
+  if (ptx::tid() == 0) {
+    ptx::mbarrier_init(bar, 1);
+    ptx::fence_mbarrier_init();
+  }
+  for (int round = 0; round < kRounds; ++round) {
+    if (ptx::tid() == 0) ptx::mbarrier_arrive_expect_tx(bar, kBytes);
+    ptx::cluster_sync();  // announced, and the words of the last round have been read
+    const int words = (static_cast<int>(rank) * kRounds + round) * 2 * kThreads;
+    for (int i = 0; i < 2; ++i) {
+      ptx::store_async_32(
+          ptx::map_to_cta(inbox + static_cast<uint32_t>(4 * (i * kThreads + place)), to),
+          input(p, words + i * kThreads + ptx::tid()), ptx::map_to_cta(bar, to));
+    }
+    ptx::mbarrier_wait(bar, static_cast<uint32_t>(round & 1));
+    for (int i = 0; i < 2; ++i) {
+      const int word = i * kThreads + ptx::tid();
+      ptx::stg32(p.out + 4 * (words + word), ptx::lds32(inbox + static_cast<uint32_t>(4 * word)));
+    }
+  }
+  ptx::cluster_sync();
+}
+
+// The output's first word counts: every thread of both CTAs adds argument[1] to it, argument[0]
+// times, from argument[2]. Each value that an addition returned stands where it belongs in their
+// order, behind the counters; one that came twice leaves a gap. The second word takes the input,
+// any integers, and wraps around.
+CF_DEVICE void atomic_add(const Params& p) {
+  const int times = p.argument[0], step = p.argument[1], start = p.argument[2];
+  int32_t* const counters = reinterpret_cast<int32_t*>(p.out);
+  for (int i = 0; i < times; ++i) {
+    const int before = ptx::atomic_add(counters, step);
+    const int index = (before - start) / step;
+    if (index >= 0 && index < 2 * kThreads * times) {
+      ptx::stg32(p.out + 8 + 4 * index, static_cast<uint32_t>(before));
+    }
+    const int row = static_cast<int>(ptx::cluster_cta_rank()) * times + i;
+    ptx::atomic_add(counters + 1, static_cast<int>(input(p, row * kThreads + ptx::tid())));
+  }
 }
 
 // --- warpgroup matrix product -------------------------------------------------------------------

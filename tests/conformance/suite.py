@@ -10,7 +10,6 @@ Matrix products multiply small integers: their sums are exact in any order of ad
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import re
 import zlib
@@ -18,7 +17,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
@@ -26,26 +24,30 @@ from cupyflash import source
 from cupyflash.params import TensorMapRequest
 from cupyflash.source import TranslationUnit
 from cupyflash.tensor import DType
+from tests.conformance.boxes import Map, Sequence, loaded_box, stored_box
+from tests.conformance.values import (
+    BF16,
+    CPP,
+    F16,
+    NAME,
+    THREADS,
+    counted,
+    floats_to_round,
+    function_arguments,
+    product,
+    received,
+    small_integers,
+    twice,
+    vote_bits,
+    words,
+)
 
 TARGET = "sm_90a"
 KERNELS = Path(__file__).with_name("kernels.cuh")
 WRAPPERS = ("ptx/common.cuh", "ptx/sm80.cuh", "ptx/sm90.cuh", "ptx/wgmma.cuh", "tile/layout.cuh")
-THREADS = 128
 SHARED_BYTES = 96 * 1024 + 64
 IN_OFFSET, OUT_OFFSET, WHICH_OFFSET, ARGUMENT_OFFSET, PARAMS_BYTES = 128, 136, 144, 148, 192
 UNWRITTEN = 0xA5
-
-
-@dataclass(frozen=True)
-class Map:
-    """A tensor map over the input or the output of a case; dimensions fastest first."""
-
-    of: str
-    dtype: DType
-    dims: tuple[int, int, int, int]
-    strides_bytes: tuple[int, int, int]
-    box: tuple[int, int, int, int]
-    swizzle: int
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Case:
         make_input: the input's bytes from a generator.
         out_bytes: size of what it writes.
         out_values: what the output holds before; None for bytes 0xA5.
-        map, arguments: of TMA cases.
+        map: of TMA cases.
+        arguments: of TMA cases and a few more; kernels.cuh says what they mean.
         cluster: CTAs.
         ulps: results may differ by so many units in the last place of float32; 0 for not at all.
         expected: what it must write, by the PTX manual, from its input; None where that would only
@@ -89,7 +92,7 @@ class Case:
     @property
     def output_before(self) -> NDArray[np.uint8]:
         if self.out_values is None:
-            return np.full(self.out_bytes, UNWRITTEN, np.uint8)
+            return _unwritten(self.out_bytes)
         return np.ascontiguousarray(self.out_values).view(np.uint8).ravel().copy()
 
     @property
@@ -102,7 +105,7 @@ class Case:
         buffer = np.zeros(PARAMS_BYTES, np.uint8)
         buffer[IN_OFFSET : IN_OFFSET + 16].view(np.uint64)[:] = (in_pointer, out_pointer)
         buffer[WHICH_OFFSET : WHICH_OFFSET + 4].view(np.int32)[:] = self.which
-        arguments = buffer[ARGUMENT_OFFSET : ARGUMENT_OFFSET + 20].view(np.int32)
+        arguments = buffer[ARGUMENT_OFFSET : ARGUMENT_OFFSET + 32].view(np.int32)
         arguments[: len(self.arguments)] = self.arguments
         return buffer.tobytes()
 
@@ -118,6 +121,7 @@ class Case:
                 strides_bytes=self.map.strides_bytes,
                 box=self.map.box,
                 swizzle=self.map.swizzle,
+                shift_bytes=self.map.shift_bytes,
             ),
         )
 
@@ -130,9 +134,12 @@ def translation_unit(group: str) -> TranslationUnit:
     """One kernel with a switch over the cases of a group."""
     root = source.include_root()
     cases = of_group(group)
+    labels: dict[str, list[str]] = {}
+    for i, case in enumerate(cases):
+        labels.setdefault(case.call, []).append(f"case {i}:")
     body = "\n".join(
-        f"    case {i}: cf::conformance::{case.call}(params); break;"
-        for i, case in enumerate(cases)
+        f"    {' '.join(places)} cf::conformance::{call}(params); break;"
+        for call, places in labels.items()
     )
     text = f"""\
 #include "tile/layout.cuh"
@@ -183,146 +190,6 @@ def wrapper_digest() -> str:
     return digest.hexdigest()
 
 
-# -- inputs ----------------------------------------------------------------------------------------
-
-
-def words(count: int) -> Callable[[np.random.Generator], NDArray]:
-    return lambda rng: rng.integers(0, 2**32, count, dtype=np.uint32)
-
-
-def small_integers(
-    dtype: np.dtype, *shapes: tuple[int, ...]
-) -> Callable[[np.random.Generator], NDArray]:
-    """Integers from -3 to 3 as 16-bit floats."""
-    count = sum(int(np.prod(shape)) for shape in shapes)
-    return lambda rng: rng.integers(-3, 4, count).astype(dtype)
-
-
-def vote_bits(rng: np.random.Generator) -> NDArray:
-    return rng.integers(0, 64, THREADS, dtype=np.uint32) | np.uint32(128)
-
-
-def floats_to_round(rng: np.random.Generator) -> NDArray:
-    """Every kind of float32: random bits, ties and near ties of both 16-bit types, specials."""
-    count = 64 * THREADS * 2
-    values = rng.integers(0, 2**32, count, dtype=np.uint32)
-    ordinary = rng.standard_normal(count // 4).astype(np.float32)
-    tie_bf16 = (ordinary.view(np.uint32) & 0xFFFF0000) | 0x8000
-    tie_f16 = (ordinary.view(np.uint32) & 0xFFFFE000) | 0x1000
-    nudge = rng.integers(-1, 2, count // 4).astype(np.int64)
-    values[: count // 4] = (tie_bf16.astype(np.int64) + nudge).astype(np.uint32)
-    values[count // 4 : count // 2] = (tie_f16.astype(np.int64) + nudge).astype(np.uint32)
-    special = np.array(
-        [
-            0.0,
-            -0.0,
-            np.inf,
-            -np.inf,
-            np.nan,
-            65504,
-            65519.9,
-            65520,
-            6e-8,
-            2.9e-8,
-            3e38,
-            3.4e38,
-            1e-40,
-        ],
-        np.float32,
-    )
-    values[-len(special) :] = special.view(np.uint32)
-    return values
-
-
-def function_arguments(low: float, high: float) -> Callable[[np.random.Generator], NDArray]:
-    def make(rng: np.random.Generator) -> NDArray:
-        values = rng.uniform(low, high, THREADS).astype(np.float32)
-        whole = np.arange(8, dtype=np.float32) + max(1, int(low))
-        values[: len(whole)] = whole
-        return values
-
-    return make
-
-
-# -- what the manual says --------------------------------------------------------------------------
-
-BF16 = np.dtype(ml_dtypes.bfloat16)
-F16 = np.dtype(np.float16)
-CPP = {BF16: "cf::bf16_t", F16: "cf::f16_t"}
-NAME = {BF16: "bf16", F16: "f16"}
-
-
-def accumulator_words(d: NDArray[np.float32]) -> NDArray[np.uint8]:
-    """[64, N] as the threads hold and write it: word i of thread t at i * 128 + t."""
-    columns = d.shape[1]
-    warp, group, quad = np.meshgrid(range(4), range(8), range(4), indexing="ij")
-    out = np.empty((columns // 2, THREADS), np.float32)
-    for i in range(columns // 2):
-        block, e = divmod(i, 4)
-        row = 16 * warp + group + 8 * (e // 2)
-        out[i] = d[row, 8 * block + 2 * quad + e % 2].ravel()
-    return out.view(np.uint8).ravel()
-
-
-def accumulators_before(columns: int) -> NDArray[np.float32]:
-    """What ``start_accumulators`` puts into D, as a matrix [64, N]."""
-    d = np.empty((64, columns), np.float32)
-    for thread in range(THREADS):
-        warp, lane = divmod(thread, 32)
-        for i in range(columns // 2):
-            block, e = divmod(i, 4)
-            row = 16 * warp + lane // 4 + 8 * (e // 2)
-            d[row, 8 * block + 2 * (lane % 4) + e % 2] = (thread + i) % 5
-    return d
-
-
-def product(
-    dtype: np.dtype, n: int, k: int, b_is_kn: bool, keep: bool
-) -> Callable[[NDArray], NDArray]:
-    def expected(data: NDArray) -> NDArray:
-        values = data.view(dtype).astype(np.float32)
-        a = values[: 64 * k].reshape(64, k)
-        b = values[64 * k :].reshape((k, n) if b_is_kn else (n, k))
-        d = a @ (b if b_is_kn else b.T)
-        return accumulator_words(d + accumulators_before(n) if keep else d)
-
-    return expected
-
-
-def swizzled(row: NDArray, byte: NDArray, span: int) -> NDArray:
-    """Offset, in a box whose rows are span bytes long, of a byte of a row: 16-byte granules are
-    XORed with bits of the row."""
-    offset = row * span + byte
-    bits = {0: 0, 32: 1, 64: 3, 128: 7}[span]
-    return offset ^ (((offset >> 7) & bits) << 4)
-
-
-def loaded_box(map_: Map, arguments: tuple[int, ...]) -> Callable[[NDArray], NDArray]:
-    """Shared memory after a TMA load of 16-bit elements, zero filled outside of the tensor."""
-
-    def expected(data: NDArray) -> NDArray:
-        columns, rows = map_.box[:2]
-        c0, c1, c2, c3 = arguments[:4]
-        out = np.zeros(rows * columns * 2, np.uint8)
-        for r in range(rows):
-            for c in range(columns):
-                at = (c0 + c, c1 + r, c2, c3)
-                if any(not 0 <= x < extent for x, extent in zip(at, map_.dims, strict=True)):
-                    continue
-                address = at[0] * 2 + sum(
-                    x * stride for x, stride in zip(at[1:], map_.strides_bytes, strict=True)
-                )
-                place = (
-                    swizzled(np.int64(r), np.int64(2 * c), map_.swizzle)
-                    if map_.swizzle
-                    else (r * columns + c) * 2
-                )
-                out[place : place + 2] = data[address : address + 2]
-        return out
-
-    return expected
-
-
 # -- the list --------------------------------------------------------------------------------------
 
 
@@ -364,6 +231,14 @@ def _basic() -> Iterator[Case]:
             small_integers(dtype, (12 * THREADS,)),
             4 * THREADS * 4,
         )
+    yield Case(
+        "opaque",
+        "basic",
+        "opaque",
+        floats_to_round,
+        128 * THREADS * 4,
+        expected=lambda data: data,
+    )
     yield Case("cp_async", "basic", "cp_async", words(4 * THREADS), 40 * THREADS)
     yield Case("named_barriers", "basic", "named_barriers", words(THREADS), THREADS * 4)
     yield Case("mbarrier_sequence", "basic", "mbarrier_sequence", words(4), 24 * THREADS * 4)
@@ -393,6 +268,10 @@ _PLACES = {
 }
 
 
+def _unwritten(count: int) -> NDArray[np.uint8]:
+    return np.full(count, UNWRITTEN, np.uint8)
+
+
 def _tma() -> Iterator[Case]:
     for swizzle, columns, rows in (
         (128, 64, 32),
@@ -410,23 +289,24 @@ def _tma() -> Iterator[Case]:
             yield Case(
                 f"tma_load_{swizzle}_{rows}_{place}",
                 "tma",
-                "tma_load",
+                "tma_load<4>",
                 words(_ELEMENTS // 2),
                 columns * rows * 2,
                 map=load,
                 arguments=arguments,
-                expected=loaded_box(load, arguments),
+                expected=loaded_box(load, coordinates),
             )
             if min(coordinates) < 0:  # a store may not begin before the tensor: an H200 faults
                 continue
             yield Case(
                 f"tma_store_{swizzle}_{rows}_{place}",
                 "tma",
-                "tma_store<false>",
+                "tma_store<4, false>",
                 words(columns * rows // 2),
                 _ELEMENTS * 2,
-                map=dataclasses.replace(load, of="out"),
+                map=load.over_output(),
                 arguments=arguments,
+                expected=stored_box(load, coordinates, _unwritten(_ELEMENTS * 2)),
             )
     # Reductions: floats of 4 bytes and of 2, sums of small integers.
     for dtype, name, columns in (
@@ -438,7 +318,7 @@ def _tma() -> Iterator[Case]:
             yield Case(
                 f"tma_reduce_add_{dtype.short}_{place}",
                 "tma",
-                "tma_store<true>",
+                "tma_store<4, true>",
                 small_integers(name, (columns * 16,)),
                 _ELEMENTS * dtype.itemsize,
                 out_values=(np.arange(_ELEMENTS) % 11 - 5).astype(name),
@@ -447,17 +327,166 @@ def _tma() -> Iterator[Case]:
             )
 
 
+# A tensor [batch 2, rows 10, slices 5, heads 3, head_dim 72], its dimensions in the order
+# (head_dim, rows, slices, heads, batch).
+_DIMS_5D = (72, 10, 5, 3, 2)
+_STRIDES_5D = (5 * 3 * 72 * 2, 3 * 72 * 2, 72 * 2, 10 * 5 * 3 * 72 * 2)
+_ELEMENTS_5D = 72 * 10 * 5 * 3 * 2
+_PLACES_5D = {
+    "inside": (8, 2, 1, 1, 0),
+    "two_overhang": (0, 8, 4, 0, 0),
+    "all_overhang": (64, 8, 3, 2, 1),
+    "before_and_behind": (-8, -1, 4, -1, 1),
+    "outside": (0, 0, 0, 0, 2),
+    "outside_of_two": (0, 10, 0, 3, 0),
+}
+
+# Sequences of the array of _DIMS, and the first row of a tile in them.
+_TILES = {
+    "all_rows": (Sequence(5, 40), 16),
+    "last_rows": (Sequence(5, 20), 16),
+    "no_rows_left": (Sequence(5, 20), 32),
+    "one_row": (Sequence(0, 1), 0),
+    "last_row_of_the_array": (Sequence(49, 1), 0),
+    "end_of_the_array": (Sequence(0, 50), 40),
+    "empty": (Sequence(7, 0), 0),
+    "empty_at_the_end": (Sequence(50, 0), 0),
+}
+
+
+def _tma_5d() -> Iterator[Case]:
+    for swizzle, columns in ((128, 64), (64, 32), (32, 16), (0, 64)):
+        load = Map("in", DType.bfloat16, _DIMS_5D, _STRIDES_5D, (columns, 4, 3, 2, 2), swizzle)
+        for place, at in _PLACES_5D.items():
+            if swizzle == 0 and min(at) < 0:
+                continue
+            yield from _load_and_store(f"{swizzle}_{place}", load, at, load, at, _ELEMENTS_5D)
+
+
+def _tma_ragged() -> Iterator[Case]:
+    for swizzle, columns, rows in ((128, 64, 16), (64, 32, 64), (0, 72, 8)):
+        array = Map("in", DType.bfloat16, _DIMS, _STRIDES, (columns, rows, 1, 1), swizzle)
+        for tile, (sequence, row) in _TILES.items():
+            at = (64 if tile == "last_rows" and columns == 64 else 0, row, 2, 1)
+            yield from _load_and_store(
+                f"ragged_{swizzle}_{tile}",
+                sequence.ragged_map(array),
+                sequence.ragged_coordinates(array, at),
+                sequence.own_map(array),
+                at,
+                _ELEMENTS,
+            )
+
+
+def _load_and_store(
+    name: str,
+    map_: Map,
+    coordinates: tuple[int, ...],
+    same: Map,
+    same_coordinates: tuple[int, ...],
+    elements: int,
+) -> Iterator[Case]:
+    """A load and, if it may be, a store of a box of 16-bit elements in five dimensions, which must
+    do what the manual says of the box ``same``."""
+    arguments = (*coordinates, map_.box_bytes)
+    yield Case(
+        f"tma_load_5d_{name}",
+        "tma_5d",
+        "tma_load<5>",
+        words(elements // 2),
+        map_.box_bytes,
+        map=map_,
+        arguments=arguments,
+        expected=loaded_box(same, same_coordinates),
+    )
+    if min(coordinates) < 0:  # a store may not begin before the tensor: an H200 faults
+        return
+    yield Case(
+        f"tma_store_5d_{name}",
+        "tma_5d",
+        "tma_store<5, false>",
+        words(map_.box_bytes // 4),
+        elements * 2,
+        map=map_.over_output(),
+        arguments=arguments,
+        expected=stored_box(same, same_coordinates, _unwritten(elements * 2)),
+    )
+
+
 def _cluster() -> Iterator[Case]:
     rows = 16
-    yield Case(
-        "tma_multicast",
+    array = Map("in", DType.bfloat16, _DIMS, _STRIDES, (64, rows, 1, 1), 128)
+    yield _multicast("tma_multicast", array, (0, 25, 1, 0), rows, array, (0, 25, 1, 0), _ELEMENTS)
+    five = Map("in", DType.bfloat16, _DIMS_5D, _STRIDES_5D, (64, 4, 3, 2, 1), 128)
+    for place, at in (("inside", (0, 1, 1, 0, 1)), ("overhang", (16, 5, 3, 2, 0))):
+        yield _multicast(f"tma_multicast_5d_{place}", five, at, 4, five, at, _ELEMENTS_5D)
+    for tile, sequence, row in (
+        ("both_halves", Sequence(3, 41), 0),
+        ("second_half_ends", Sequence(3, 41), 16),
+        ("first_half_ends", Sequence(3, 41), 32),
+        ("no_rows", Sequence(9, 0), 0),
+    ):
+        tile_at = (0, row, 1, 1)
+        yield _multicast(
+            f"tma_multicast_5d_ragged_{tile}",
+            sequence.ragged_map(array),
+            sequence.ragged_coordinates(array, tile_at),
+            rows,
+            sequence.own_map(array),
+            tile_at,
+            _ELEMENTS,
+        )
+    for name, to_peer in (("to_the_peer", 1), ("to_itself", 0)):
+        yield Case(
+            f"store_async_32_{name}",
+            "cluster",
+            "store_async",
+            words(2 * 2 * 2 * THREADS),
+            2 * 2 * 2 * THREADS * 4,
+            arguments=(to_peer,),
+            cluster=2,
+            expected=received(to_peer),
+        )
+    for name, times, step, start in (("up", 8, 1, 0), ("down", 4, -7, 1000)):
+        count = 2 * THREADS * times
+        before = _unwritten(4 * (2 + count)).view(np.uint32)
+        before[0] = start
+        yield Case(
+            f"atomic_add_{name}",
+            "cluster",
+            "atomic_add",
+            words(count),
+            before.nbytes,
+            out_values=before,
+            arguments=(times, step, start),
+            cluster=2,
+            expected=counted(before, times, step),
+        )
+
+
+def _multicast(
+    name: str,
+    map_: Map,
+    coordinates: tuple[int, ...],
+    rows: int,
+    same: Map,
+    same_coordinates: tuple[int, ...],
+    elements: int,
+) -> Case:
+    """Two boxes of 16-bit elements, ``rows`` apart in dimension 1, to both CTAs of a cluster."""
+    column, row, *outer = same_coordinates
+    return Case(
+        name,
         "cluster",
-        "tma_multicast",
-        words(_ELEMENTS // 2),
-        4 * rows * 128,
-        map=Map("in", DType.bfloat16, _DIMS, _STRIDES, (64, rows, 1, 1), 128),
-        arguments=(0, 25, 1, rows, rows * 128),
+        f"tma_multicast<{len(map_.dims)}>",
+        words(elements // 2),
+        4 * map_.box_bytes,
+        map=map_,
+        arguments=(*coordinates, map_.box_bytes, rows),
         cluster=2,
+        expected=twice(
+            loaded_box(same, same_coordinates), loaded_box(same, (column, row + rows, *outer))
+        ),
     )
 
 
@@ -506,5 +535,12 @@ def _wgmma() -> Iterator[Case]:
         )
 
 
-CASES: tuple[Case, ...] = (*_basic(), *_tma(), *_cluster(), *_wgmma())
+CASES: tuple[Case, ...] = (
+    *_basic(),
+    *_tma(),
+    *_tma_5d(),
+    *_tma_ragged(),
+    *_cluster(),
+    *_wgmma(),
+)
 GROUPS = tuple(dict.fromkeys(case.group for case in CASES))

@@ -12,6 +12,7 @@ from cupyflash import nvrtc
 from cupyflash.driver import PreparedLaunch, TensorMap, default_driver
 from tests.conformance import suite
 from tests.conformance.suite import Case
+from tests.conformance.values import THREADS
 
 
 class Device:
@@ -56,13 +57,14 @@ class Device:
                     strides_bytes=case.map.strides_bytes,
                     box=case.map.box,
                     swizzle=case.map.swizzle,
+                    shift_bytes=case.map.shift_bytes,
                 )
             )
         prepared = PreparedLaunch(
             context=self._driver.context(self._index),
             function=self._function(case.group),
             grid=(case.cluster, 1, 1),
-            block=(suite.THREADS, 1, 1),
+            block=(THREADS, 1, 1),
             cluster=case.cluster,
             shared_bytes=suite.SHARED_BYTES,
             params=case.params(*pointers),

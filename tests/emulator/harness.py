@@ -15,6 +15,8 @@ from cupyflash.emulate import EmulatedArray, Report
 from cupyflash.errors import EmulationError
 from cupyflash.params import TensorMapRequest
 
+FAR_ROW = 1 << 30
+
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2), ("pct", 1))
 """Schedules and seeds that every correct kernel must survive."""
 
@@ -97,6 +99,8 @@ class Launch:
     Attributes:
         a, b, out: the kernel's arrays.
         boxes: for a, b or out: (box, swizzle span), fastest dimension first.
+        ragged: whether maps have rows twice (kernels_cu/attn/ragged.cuh); arrays are then [batch,
+            heads, rows, columns].
         size: the kernel's integer parameter.
     """
 
@@ -105,6 +109,7 @@ class Launch:
     out: NDArray = field(default_factory=lambda: numpy.full(1024, numpy.nan, numpy.float32))
     boxes: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
     size: int = 0
+    ragged: bool = False
 
 
 def run(
@@ -129,7 +134,12 @@ def run(
         pointer = arrays[name].pointer if name in arrays else 0
         params[384 + 8 * i : 392 + 8 * i] = pointer.to_bytes(8, "little")
     params[408:412] = launch.size.to_bytes(4, "little")
-    maps = [tensor_map(MAP_OFFSETS[name], arrays[name], *box) for name, box in launch.boxes.items()]
+    maps = []
+    for name, box in launch.boxes.items():
+        make_map = tensor_map
+        if launch.ragged:
+            make_map = ragged_map if name == "out" else ragged_load_map
+        maps.append(make_map(MAP_OFFSETS[name], arrays[name], *box))
     report = emulate.run(
         kernel.build(),
         kernel.grid,
@@ -156,6 +166,41 @@ def tensor_map(
         strides_bytes=array.strides[::-1][1:],
         box=box,
         swizzle=swizzle,
+    )
+
+
+def ragged_load_map(
+    offset: int, array: EmulatedArray, box: tuple[int, ...], swizzle: int
+) -> TensorMapRequest:
+    """A map that has the array's rows twice, what is too much taken back modulo 2^64."""
+    batch, heads, rows, columns = array.shape
+    by_batch, by_head, by_row, itemsize = array.strides
+    return TensorMapRequest(
+        offset=offset,
+        pointer=array.pointer,
+        element_bytes=itemsize,
+        dims=(columns, FAR_ROW, heads, FAR_ROW + 1, (batch - 1) * (by_batch // by_row) + rows + 1),
+        strides_bytes=(by_row, by_head, (1 << 64) // FAR_ROW - by_row, by_row),
+        box=box,
+        swizzle=swizzle,
+    )
+
+
+def ragged_map(
+    offset: int, array: EmulatedArray, box: tuple[int, ...], swizzle: int
+) -> TensorMapRequest:
+    """A map that has the array's rows twice, from a base as many rows before it."""
+    batch, heads, rows, columns = array.shape
+    by_batch, by_head, by_row, itemsize = array.strides
+    return TensorMapRequest(
+        offset=offset,
+        pointer=array.pointer,
+        element_bytes=itemsize,
+        dims=(columns, rows, rows + 1, heads, batch),
+        strides_bytes=(by_row, by_row, by_head, by_batch),
+        box=box,
+        swizzle=swizzle,
+        shift_bytes=-rows * by_row,
     )
 
 

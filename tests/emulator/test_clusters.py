@@ -99,6 +99,50 @@ def exchange(**changes: str) -> Kernel:
     return Kernel(body, "sm_90a", cluster=2, grid=4)
 
 
+# The CTAs of a pair send each other a word for every lane, `rounds` times, through one inbox.
+WORDS = """
+  const saddr inbox = smem_base(), full = inbox + 128, empty = full + 8;
+  const uint32_t rank = cluster_cta_rank();
+  if (tid() == 0) {{
+    mbarrier_init(full, 1);
+    mbarrier_init(empty, 32);
+    fence_mbarrier_init();
+  }}
+  cluster_sync();
+  for (int round = 0; round < {rounds}; ++round) {{
+    {wait_empty}
+    if (tid() == 0) mbarrier_arrive_expect_tx(full, {bytes});
+    store_async_32(map_to_cta(inbox + 4 * lane(), rank ^ 1) + {shift},
+                   uint32_t(1000 * round + 100 * rank + lane()), {signal});
+    {early}
+    {wait_full}
+    const float got = float(lds32(inbox + 4 * lane()));
+    {late}
+    stg_f32(params.out + 32 * (2 * round + rank) + lane(), got);
+    mbarrier_arrive_remote(map_to_cta(empty, rank ^ 1));
+  }}
+  cluster_sync();
+"""
+GOOD_WORDS = {
+    "rounds": "3",
+    "wait_empty": "mbarrier_wait(empty, (round & 1) ^ 1);",
+    "bytes": "128",
+    "shift": "0",
+    "signal": "map_to_cta(full, rank ^ 1)",
+    "early": "",
+    "wait_full": "mbarrier_wait(full, round & 1);",
+    "late": "",
+}
+WORDS_EXPECTED = (
+    1000 * np.arange(3)[:, None, None] + 100 * np.array([1, 0])[:, None] + np.arange(32)
+).reshape(6, 32)
+
+
+def words(**changes: str) -> Kernel:
+    body = WORDS.format(**{**GOOD_WORDS, **changes})
+    return Kernel(body, "sm_90a", cluster=2, grid=4)
+
+
 def pair(body: str, grid: int = 2) -> Kernel:
     return Kernel(body, "sm_90a", cluster=2, grid=grid)
 
@@ -134,6 +178,57 @@ HAZARDS = [
     Hazard("copy_signals_the_wrong_cta", exchange(signal="bar"), "race on shared memory"),
     Hazard("copy_not_awaited", exchange(wait=""), "race on shared memory|CTA in flight"),
     Hazard("copy_of_unwritten_words", exchange(sync=""), "race|no mbarrier"),
+    Hazard("word_not_awaited", words(wait_full=""), "race on shared memory"),
+    Hazard(
+        "word_awaited_too_late",
+        words(wait_full="", late=GOOD_WORDS["wait_full"], rounds="1"),
+        "race on shared memory",
+    ),
+    Hazard(
+        "word_awaited_by_one_lane",
+        words(wait_full="if (lane() == 0) mbarrier_wait(full, round & 1);", rounds="1"),
+        "race on shared memory",
+        schedules=(("early", 0), ("late", 0)),
+    ),
+    Hazard(
+        "word_counts_on_the_senders_barrier",
+        words(signal="full"),
+        "st.async: destination and mbarrier lie in different CTAs",
+    ),
+    Hazard(
+        "word_counts_on_no_barrier",
+        words(signal="map_to_cta(full + 16, rank ^ 1)"),
+        "no mbarrier has been initialised",
+    ),
+    Hazard("word_misaligned", words(shift="2"), "st.async destination: address .* multiple of 4"),
+    Hazard(
+        "word_beyond_shared_memory",
+        words(shift="4096"),
+        r"shared memory out of bounds: 4 bytes at offset \d+ of 4096",
+        schedules=(("early", 0), ("late", 0)),
+    ),
+    Hazard(
+        "word_overwritten_before_it_is_read",
+        words(wait_empty=""),
+        "race on shared memory|overflow|arrivals",
+    ),
+    Hazard("more_words_announced", words(bytes="132"), r"deadlock(.|\n)*4 bytes missing"),
+    Hazard("fewer_words_announced", words(bytes="124"), "deadlock|race|overflow|nobody|in flight"),
+    Hazard(
+        "word_left_at_exit",
+        pair(
+            "const saddr bar = smem_base() + 128;"
+            " if (tid() == 0) { mbarrier_init(bar, 1); fence_mbarrier_init(); } cluster_sync();"
+            " if (tid() == 0) store_async_32(map_to_cta(smem_base(), cluster_cta_rank() ^ 1), 1,"
+            " map_to_cta(bar, cluster_cta_rank() ^ 1));"
+        ),
+        "nobody has waited for|in flight|after that CTA has exited",
+    ),
+    Hazard(
+        "word_on_sm80",
+        Kernel("store_async_32(smem_base(), 1, smem_base() + 8);", "sm_80"),
+        "st.async does not exist on sm_80",
+    ),
     Hazard(
         "peer_has_exited",
         pair(
@@ -175,6 +270,54 @@ def test_hazard(hazard: Hazard) -> None:
 def test_multicast_ring(schedule: str, seed: int) -> None:
     out, _ = run(multicast(), LAUNCH, schedule=schedule, seed=seed)
     np.testing.assert_array_equal(out[:320].reshape(10, 32), EXPECTED)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), MODES)
+def test_multicast_ring_of_five_dimensions(schedule: str, seed: int) -> None:
+    """The same ring; every tile is a slice of the outermost dimension but one."""
+    body = MULTICAST.format(**GOOD).replace("tma_load_4d_multicast", "tma_load_5d_multicast")
+    body = body.replace("16 * i + 8 * rank, 0, 0,", "8 * rank, 0, i, 1,")
+    kernel = Kernel(body, "sm_90a", threads=64, cluster=2, grid=2, shared_bytes=4128)
+    other = np.full((5, 1, 16, 32), np.nan, np.float32)
+    tiles = NUMBERS[:2560].reshape(5, 1, 16, 32)
+    launch = Launch(a=np.stack([other, tiles]), boxes={"a": ((32, 8, 1, 1, 1), 0)}, size=5)
+    out, report = run(kernel, launch, schedule=schedule, seed=seed)
+    np.testing.assert_array_equal(out[:320].reshape(10, 32), EXPECTED)
+    assert report.bytes_to_shared == 2 * 5 * 2048
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize(("schedule", "seed"), MODES)
+def test_words_to_the_peer(schedule: str, seed: int, window: int) -> None:
+    out, _ = run(words(), schedule=schedule, seed=seed, window=window)
+    np.testing.assert_array_equal(out[:192].reshape(6, 32), WORDS_EXPECTED)
+
+
+def test_a_word_is_there_after_the_wait_and_may_not_be_before() -> None:
+    """Without the race detector: what a read before the wait finds depends on the schedule."""
+    kernel = words(wait_full="", late=GOOD_WORDS["wait_full"], rounds="1")
+    early, _ = run(kernel, schedule="early", race=False)
+    late, _ = run(kernel, schedule="late", race=False)
+    assert not np.array_equal(late[:64].reshape(2, 32), WORDS_EXPECTED[:2])
+    assert not np.array_equal(late[:64], early[:64])
+    # A wait is enough: nothing else orders the two.
+    for schedule in ("early", "late"):
+        out, _ = run(words(rounds="1"), schedule=schedule, race=False)
+        np.testing.assert_array_equal(out[:64].reshape(2, 32), WORDS_EXPECTED[:2])
+
+
+@pytest.mark.parametrize(("schedule", "seed"), MODES)
+def test_the_bytes_of_a_word_may_be_counted_before_they_are_announced(
+    schedule: str, seed: int
+) -> None:
+    kernel = words(
+        early="for (int i = 0; i < 50; ++i) vote_any(true);"
+        " if (tid() == 0) mbarrier_arrive_expect_tx(full, 128);"
+    )
+    body = kernel.body.replace("    if (tid() == 0) mbarrier_arrive_expect_tx(full, 128);\n", "", 1)
+    assert body != kernel.body
+    out, _ = run(Kernel(body, "sm_90a", cluster=2, grid=4), schedule=schedule, seed=seed)
+    np.testing.assert_array_equal(out[:192].reshape(6, 32), WORDS_EXPECTED)
 
 
 @pytest.mark.parametrize("window", [1, 2])

@@ -539,6 +539,137 @@ def test_boxes_that_overhang(schedule: str, seed: int, swizzle: int) -> None:
     assert report.bytes_to_shared == 32 * columns
 
 
+FIVE = """
+  const saddr tile = smem_base(), bar = tile + 1024;
+  if (tid() == 0) {{
+    mbarrier_init(bar, 1);
+    fence_mbarrier_init();
+    mbarrier_arrive_expect_tx(bar, 1024);
+    tma_load_5d(tile, &params.a_map, bar, {load}, kEvictNormal);
+  }}
+  cta_sync();
+  {wait}
+  for (int i = tid(); i < 256; i += 32) sts_f32(tile + 4 * i, lds_f32(tile + 4 * i) + 0.5f);
+  {fence}
+  cta_sync();
+  if (tid() == 0) {{
+    tma_store_5d(&params.out_map, tile, {store});
+    tma_commit();
+    tma_wait<0>();
+  }}
+"""
+GOOD_FIVE = {
+    "load": "8, 6, 1, 2, 1",
+    "wait": "mbarrier_wait(bar, 0);",
+    "fence": "fence_proxy_async();",
+    "store": "24, 2, 0, 1, 1",
+}
+
+
+def five(**changes: str) -> Kernel:
+    return Kernel(FIVE.format(**{**GOOD_FIVE, **changes}), "sm_90a", shared_bytes=1032)
+
+
+FIVE_LAUNCH = Launch(
+    a=NUMBERS[:3840].reshape(2, 3, 2, 10, 32),
+    out=np.full((2, 3, 2, 10, 32), np.nan, np.float32),
+    boxes=dict.fromkeys(("a", "out"), ((32, 4, 2, 1, 1), 0)),
+)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), MODES)
+def test_boxes_of_five_dimensions(schedule: str, seed: int) -> None:
+    """From and to another place in each dimension, across both edges of some."""
+    out, report = run(five(), FIVE_LAUNCH, schedule=schedule, seed=seed)
+    box = np.zeros((2, 4, 32), np.float32)
+    assert FIVE_LAUNCH.a is not None
+    box[:1, :, :24] = FIVE_LAUNCH.a[1, 2, 1:2, 6:, 8:]  # slices, rows, columns; the rest is outside
+    expected = np.full_like(FIVE_LAUNCH.out, np.nan)
+    expected[1, 1, :, 2:6, 24:] = box[:, :, :8] + 0.5
+    np.testing.assert_array_equal(out, expected)
+    assert report.bytes_to_shared == 1024
+
+
+@pytest.mark.parametrize(
+    "hazard",
+    [
+        Hazard("five_not_awaited", five(wait=""), RACE + "|load in flight", FIVE_LAUNCH),
+        Hazard(
+            "five_before_the_tensor",
+            five(store="0, 0, 0, -1, 0"),
+            "begins before the tensor",
+            FIVE_LAUNCH,
+        ),
+        Hazard(
+            "five_of_four",
+            five(),
+            "a 5d TMA load .* rank 4",
+            map_over(NUMBERS.reshape(2, 2, 32, 32), (32, 8, 1, 1)),
+        ),
+        Hazard(
+            "five_misaligned_stride",
+            five(),
+            "the stride of dimension 1 is 132 bytes",
+            map_over(NUMBERS[: 2 * 33].reshape(1, 1, 1, 2, 33), (32, 2, 1, 1, 1)),
+        ),
+    ],
+    ids=str,
+)
+def test_hazard_of_five_dimensions(hazard: Hazard) -> None:
+    check_hazard(hazard)
+
+
+def test_a_store_of_five_dimensions_without_proxy_fence_writes_what_was_loaded() -> None:
+    out, _ = run(five(fence=""), FIVE_LAUNCH, schedule="late")
+    assert not np.isin(out[~np.isnan(out)] % 1, 0.5).any()
+
+
+@pytest.mark.parametrize(("schedule", "seed"), MODES)
+@pytest.mark.parametrize(
+    ("begin", "length", "row"),
+    [(3, 12, 0), (3, 12, 8), (3, 12, 4), (0, 20, 16), (19, 1, 0), (5, 0, 0)],
+)
+def test_ragged_boxes_end_with_their_sequence(
+    schedule: str, seed: int, begin: int, length: int, row: int
+) -> None:
+    """Note [Ragged maps] of attn/ragged.cuh: 8 rows from row `row` of a sequence, or as many as it
+    has; those of the sequence behind it are neither read nor written."""
+    at = f"0, 20 - {length} + {row}, {begin} + {length}, 1, 1"
+    load_at = f"0, (1 << 30) - {length} + {row}, 1, 1 << 30, {begin} + {length} + 2 * 20"
+    launch = Launch(
+        a=NUMBERS[:2560].reshape(2, 2, 20, 32),
+        out=np.full((2, 2, 20, 32), -1, np.float32),
+        boxes=dict.fromkeys(("a", "out"), ((32, 8, 1, 1, 1), 0)),
+        ragged=True,
+    )
+    out, _ = run(five(load=load_at, store=at), launch, schedule=schedule, seed=seed)
+    count = max(min(8, length - row), 0)
+    expected = np.full_like(launch.out, -1)
+    assert launch.a is not None
+    place = (1, 1, slice(begin + row, begin + row + count))
+    expected[place] = launch.a[place] + 0.5
+    np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.parametrize(("schedule", "seed"), MODES)
+def test_ragged_loads_fill_with_zeros(schedule: str, seed: int) -> None:
+    """Rows 4 to 12 of a sequence of 7: three of them, stored where there is room for all."""
+    at = "0, (1 << 30) - 7 + 4, 1, 1 << 30, 5 + 7 + 2 * 20"
+    kernel = five(load=at, store="0, 0, 20, 0, 0")
+    launch = Launch(
+        a=NUMBERS[:2560].reshape(2, 2, 20, 32),
+        out=np.full((2, 2, 20, 32), -1, np.float32),
+        boxes=dict.fromkeys(("a", "out"), ((32, 8, 1, 1, 1), 0)),
+        ragged=True,
+    )
+    out, _ = run(kernel, launch, schedule=schedule, seed=seed)
+    expected = np.full((8, 32), 0.5, np.float32)
+    assert launch.a is not None
+    expected[:3] += launch.a[1, 1, 9:12]
+    np.testing.assert_array_equal(out[0, 0, :8], expected)
+    assert (out[0, 0, 8:] == -1).all() and (out[0, 1] == -1).all() and (out[1] == -1).all()
+
+
 @pytest.mark.parametrize("operation", ["tma_store_4d", "tma_reduce_add_4d"])
 @pytest.mark.parametrize("at", ["-8, 0", "0, -1"])
 def test_a_store_may_not_begin_before_the_tensor(operation: str, at: str) -> None:

@@ -39,6 +39,18 @@ SYNC = "cta_sync();"
 
 HAZARDS = [
     Hazard(
+        "atomic_out_of_bounds",
+        Kernel("atomic_add(reinterpret_cast<int32_t*>(params.out) + 1024, 1);"),
+        "global atomic",
+    ),
+    Hazard(
+        "atomic_misaligned",
+        Kernel(
+            "atomic_add(reinterpret_cast<int32_t*>(reinterpret_cast<char*>(params.out) + 2), 1);"
+        ),
+        "global atomic.*not a multiple of 4",
+    ),
+    Hazard(
         "read_before_write",
         Kernel(EXCHANGE.format(before_read="", after_read=SYNC), threads=64),
         r"race on shared memory(.|\n)*(write at|read  at) test.cpp:\d+ by cta 0",
@@ -283,6 +295,29 @@ def test_flags_in_global_memory(schedule: str, seed: int) -> None:
     for window in (1, 2):
         out, _ = run(kernel, schedule=schedule, seed=seed, race="global", window=window)
         np.testing.assert_array_equal(out[101:133], 2 * np.arange(32))
+
+
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize(("schedule", "seed"), MODES)
+def test_every_claim_is_another(schedule: str, seed: int, window: int) -> None:
+    """atomic_add returns what was there before, to one thread of the grid each."""
+    kernel = Kernel(
+        """
+  int32_t* counter = reinterpret_cast<int32_t*>(params.out);
+  for (int i = 0; i < 3; ++i) {
+    const int claimed = atomic_add(counter, 2);
+    stg32(counter + 1 + claimed / 2, uint32_t(64 * cta_idx() + tid()));
+  }
+  atomic_add(counter + 999, -1);""",
+        threads=64,
+        grid=4,
+    )
+    launch = Launch(out=np.full(1000, -1, np.int32))
+    launch.out[[0, 999]] = 0
+    out, _ = run(kernel, launch, schedule=schedule, seed=seed, window=window)
+    assert out[0] == 2 * 3 * 256 and out[999] == -256
+    np.testing.assert_array_equal(np.sort(out[1:769]), np.repeat(np.arange(256), 3))
+    assert (out[769:999] == -1).all()
 
 
 def test_a_launch_learns_nothing_from_the_one_before() -> None:
