@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cupyflash.select import KernelSpec, spec_for
-from cupyflash.tuning import FAMILIES, Family
+from cupyflash.select import KernelSpec, merge_spec, spec_for
+from cupyflash.tuning import FAMILIES, MERGE_DTYPES, Family
 
 RECIPES: dict[str, tuple[str, ...]] = {
     # Compute capabilities 8.x, 9.0, 10.0 and 10.3, each with the kernels made for it.
@@ -55,9 +55,9 @@ def family_of(target: str) -> Family:
 
 def _specs_of(target: str) -> list[KernelSpec]:
     """What the devices of a target would choose: the first row that fits and serves, each, alone
-    and in clusters (lengths decide between them)."""
+    and in clusters (lengths decide between them); and the merges."""
     family = family_of(target)
-    found = []
+    found = [merge_spec(dtype, target) for dtype in MERGE_DTYPES]
     for shared_bytes in SHARED_BYTES[target]:
         served = set()
         for tile in family.tiles:
@@ -65,8 +65,12 @@ def _specs_of(target: str) -> list[KernelSpec]:
                 continue
             for dtype in tile.dtypes:
                 for mask in tile.masks:
-                    use = (tile.head_dim_qk, tile.head_dim_v, tile.cluster, dtype, mask)
-                    if use not in served:
-                        served.add(use)
-                        found.append(spec_for(family, tile, target, dtype, mask))
+                    widths = (tile.head_dim_qk, tile.head_dim_v)
+                    use = (*widths, tile.cluster, tile.max_seqlen, dtype, mask)
+                    if use in served:
+                        continue
+                    served.add(use)
+                    found.append(spec_for(family, tile, target, dtype, mask))
+                    if family.general and mask != "none":
+                        found.append(spec_for(family, tile, target, dtype, mask, general=True))
     return list(dict.fromkeys(found))

@@ -8,6 +8,7 @@ dictionary, allocates the outputs and launches.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +24,13 @@ from cupyflash.cache import default_cache
 from cupyflash.driver import default_driver
 from cupyflash.errors import UnsupportedError
 from cupyflash.launch import EmulatedBackend, forward_launch, load_kernel, prepare
+from cupyflash.merging import merge_on_device
 from cupyflash.params import FORWARD
+from cupyflash.schedule import describe_work
 from cupyflash.select import explain as explain_choice
 from cupyflash.select import select
 from cupyflash.serve import (
+    NO_LENGTHS,
     allocate,
     backend_of,
     describe_on_host,
@@ -98,14 +102,18 @@ def attention(
         window: (left, right), how many keys before and after the query's position are visible, not
             counting the one at it; None for no bound.
         softmax_scale: factor on q . k, a number known to the host; None means head_dim_qk ** -0.5.
-        softcap: c > 0 replaces every score s by c * tanh(s / c). CPU only.
-        cu_seqlens_q, cu_seqlens_kv: int [batch + 1], where each packed sequence starts; the last
-            entry is where the last one ends. CPU only.
-        max_seqlen_q, max_seqlen_kv: upper bounds of the packed lengths. CPU only.
-        seqused_q, seqused_kv: int [batch], how many leading tokens of each sequence count. Rows
-            past them are 0 in an output allocated here, untouched in the caller's. CPU only.
+        softcap: c > 0 replaces every score s by c * tanh(s / c).
+        cu_seqlens_q, cu_seqlens_kv: int32 [batch + 1], where each packed sequence starts, 0 first;
+            the last entry is where the last one ends. Rows behind it are 0 in an output allocated
+            here, untouched in the caller's. Arrays of lengths lie beside q; a GPU kernel reads
+            them when it runs, the host never does, and clamps what exceeds the arrays
+            (CUPYFLASH_CHECK=1 raises instead).
+        max_seqlen_q, max_seqlen_kv: upper bounds of the packed lengths; on a GPU they help to
+            choose a kernel and are not needed.
+        seqused_q, seqused_kv: int32 [batch], how many leading tokens of each sequence count. Rows
+            past them are 0 in an output allocated here, untouched in the caller's.
         q_offset, kv_offset: positions, for the mask, of the first query and of the first key: they
-            add q_offset - kv_offset to what ``align`` gives. An int, or on the CPU int [batch].
+            add q_offset - kv_offset to what ``align`` gives. An int, or int32 [batch].
         q_scale, k_scale, v_scale, out_scale: scales of fp8 arrays. Not supported yet.
         layout: "bshd", or "bhsd" for [batch, heads, seqlen, head_dim] arrays.
         out: where to write the output, [batch, seqlen_q, heads_q, head_dim_v] in ``layout``; shares
@@ -146,31 +154,29 @@ def attention(
     """
     key = None
     if (
-        cu_seqlens_q is None
-        and cu_seqlens_kv is None
-        and max_seqlen_q is None
-        and max_seqlen_kv is None
-        and seqused_q is None
-        and seqused_kv is None
-        and q_scale is None
+        q_scale is None
         and k_scale is None
         and v_scale is None
         and out_dtype is None
         and out_scale is None
     ):
-        settings = (
-            causal,
-            align,
-            window,
-            softmax_scale,
-            softcap,
-            q_offset,
-            kv_offset,
-            layout,
-            return_lse,
-            num_sms,
+        lengths: tuple[Any, ...] = NO_LENGTHS
+        settings: tuple[Any, ...] = (
+            *(causal, align, window, softmax_scale, softcap),
+            *(q_offset, kv_offset, layout, return_lse, num_sms),
         )
-        key, configuration, pointers = lookup(q, k, v, out, settings)
+        if not (
+            cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is None
+            and not hasattr(q_offset, "shape")
+            and not hasattr(kv_offset, "shape")
+        ):
+            offsets = [x if hasattr(x, "shape") else None for x in (q_offset, kv_offset)]
+            lengths = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, *offsets)
+            ints = [None if hasattr(x, "shape") else x for x in (q_offset, kv_offset)]
+            settings = (*settings[:5], *ints, *settings[7:], max_seqlen_q, max_seqlen_kv)
+        elif max_seqlen_q is not None or max_seqlen_kv is not None:
+            settings = (*settings, max_seqlen_q, max_seqlen_kv)
+        key, configuration, pointers = lookup(q, k, v, out, settings, lengths)
         if configuration is not None:
             return configuration.run(pointers, out, stream)
     options = Options(
@@ -211,8 +217,9 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> str:
         q, k, v, options: as for ``attention``. Nothing is computed, compiled or launched.
 
     Returns:
-        Lines: the problem, the device, the kernel with its tile, where its cubin comes from, and
-        every other candidate with the first condition that ruled it out.
+        Lines: the problem, the device, the kernel with its tile, where its cubin comes from, how
+        many key blocks it visits of how many, and every other candidate with the first condition
+        that ruled it out.
 
     Raises:
         ValueError, TypeError, UnsupportedError: as ``attention``, for arguments that are wrong or
@@ -231,8 +238,10 @@ def explain(q: Array, k: Array, v: Array, **options: Any) -> str:
         )
     backend = backend_of(call)
     if isinstance(backend, EmulatedBackend):
-        return explain_choice(call.problem, backend.info, lambda spec: "built by g++, emulated")
-    return explain_choice(call.problem, backend.info, default_cache().locate)
+        return explain_choice(
+            call.problem, backend.info, lambda spec: "built by g++, emulated", describe_work
+        )
+    return explain_choice(call.problem, backend.info, default_cache().locate, describe_work)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +255,9 @@ class RawKernel:
         shared_bytes: dynamic shared memory of a block.
         args: the one argument, the packed parameter struct as numpy.void, tensor maps included.
         out, lse: the arrays that it writes; lse is None where not wanted.
-        inputs: q, k, v; ``args`` holds their addresses.
+        inputs: q, k, v and the arrays of lengths; ``args`` holds their addresses.
+        tile_counter: int32 [1] from which blocks claim tiles, 0 between launches, or None. Launches
+            of one RawKernel must not overlap.
     """
 
     kernel: Any
@@ -256,7 +267,8 @@ class RawKernel:
     args: tuple[numpy.void]
     out: Array
     lse: Array | None
-    inputs: tuple[Array, Array, Array]
+    inputs: tuple[Array, ...]
+    tile_counter: Array | None
 
     def __call__(self) -> None:
         """Launches on CuPy's current stream."""
@@ -298,12 +310,19 @@ def raw_kernel(q: Array, k: Array, v: Array, **options: Any) -> RawKernel:
     except ImportError as error:
         raise UnsupportedError(f"raw_kernel: needs CuPy ({error})") from error
     device, info = call.views["q"].device, backend_of(call).info
-    spec = select(call.problem, info).spec
+    # CuPy launches no clusters.
+    problem = dataclasses.replace(call.problem, clusters=False)
+    spec = select(problem, info).spec
     with call.adapter.scope(device, None):
         out, lse = allocate(call)
-    launch = forward_launch(call.problem, spec, info, call.views)
+    launch = forward_launch(problem, spec, info, call.views, clear_out=call.options.out is None)
     kernel = load_kernel(spec, device.index)
-    params = default_driver().encode(prepare(kernel, launch), launch.pointers)
+    counter = None
+    if launch.dynamic:
+        with cupy.cuda.Device(device.index):
+            counter = cupy.zeros(1, numpy.int32)
+    pointers = (*launch.pointers, 0 if counter is None else counter.data.ptr)
+    params = default_driver().encode(prepare(kernel, launch), pointers)
     entry = default_cache().get(spec)
     with cupy.cuda.Device(device.index), tempfile.TemporaryDirectory() as scratch:
         path = entry.path
@@ -320,7 +339,8 @@ def raw_kernel(q: Array, k: Array, v: Array, **options: Any) -> RawKernel:
         args=(numpy.frombuffer(params, FORWARD.dtype)[0],),
         out=call.adapter.give(out),
         lse=None if lse is None else call.adapter.give(lse),
-        inputs=(call.arrays["q"], call.arrays["k"], call.arrays["v"]),
+        inputs=tuple(array for name, array in call.arrays.items() if name != "out"),
+        tile_counter=counter,
     )
 
 
@@ -440,21 +460,29 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, return_lse: bool = Fa
     """Attention over a union of disjoint sets of keys, from attention over each.
 
     lse = log(sum_p exp(lse_p)) and out = sum_p exp(lse_p - lse) * out_p. A part with lse_p = -inf
-    counts for nothing; where every part has it, out is 0 and lse is -inf.
+    counts for nothing, whatever its out holds; where every part has it, out is 0 and lse is -inf.
+
+    Arrays on a GPU are merged by one kernel in float32, enqueued on their library's current stream;
+    the call returns without waiting.
 
     Args:
         outs: outputs of ``attention``, [batch, seqlen, heads, head_dim] or packed [total, heads,
-            head_dim], one a set of keys. NumPy arrays, or others on the CPU.
-        lses: their log-sum-exps, [batch, heads, seqlen] or [heads, total].
+            head_dim], one a set of keys. On a GPU at most 32, bfloat16, float16 or float32, of any
+            strides but a contiguous last dimension (fastest where addresses and strides are
+            multiples of 16 bytes); on the CPU any number, also float64.
+        lses: their log-sum-exps, [batch, heads, seqlen] or [heads, total]: float32, on the CPU also
+            float64.
         return_lse: whether to return (out, lse).
 
     Returns:
-        out in the dtype of ``outs``, or (out, lse).
+        out in the dtype of ``outs``, or (out, lse) with lse in float32 (float64 for float64 lses).
 
     Raises:
-        UnsupportedError: arrays on a GPU.
-        ValueError: no parts, or shapes that do not go together.
-        TypeError: not arrays, or of several libraries.
+        UnsupportedError: float64 on a GPU.
+        ValueError: no parts, more than 32 on a GPU, shapes that do not go together, or strides that
+            the kernel does not read.
+        TypeError: not arrays, dtypes that do not go together, or several libraries or devices.
+        DriverError, MissingKernelError, CompileError, RuntimeError: as ``attention``.
 
     Example:
         >>> import numpy, cupyflash
@@ -471,16 +499,17 @@ def merge(outs: Sequence[Array], lses: Sequence[Array], *, return_lse: bool = Fa
         )
     named = {f"outs[{index}]": part for index, part in enumerate(outs)}
     named |= {f"lses[{index}]": part for index, part in enumerate(lses)}
-    from cupyflash import host
-
     adapter = arrays.adapter_for(named)
-    if adapter.kind is not DeviceKind.cpu:
-        raise UnsupportedError("merge: there is no GPU kernel for it yet")
     adopted = {name: adapter.adopt(name, part) for name, part in named.items()}
     views = {name: adapter.view(name, part) for name, part in adopted.items()}
     _check_parts(views, len(outs))
     parts = list(adopted.values())
-    out, lse = host.merge(parts[: len(outs)], parts[len(outs) :])
+    outs, lses = parts[: len(outs)], parts[len(outs) :]
+    if adapter.kind is not DeviceKind.cpu:
+        return merge_on_device(adapter, outs, lses, views, return_lse)
+    from cupyflash import host  # 10 ms that a GPU's first call does not pay
+
+    out, lse = host.merge(outs, lses)
     return (adapter.give(out), adapter.give(lse)) if return_lse else adapter.give(out)
 
 

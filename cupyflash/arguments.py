@@ -15,6 +15,7 @@ import numpy
 from cupyflash import arrays
 from cupyflash.arrays import Adapter, Array
 from cupyflash.errors import UnsupportedError
+from cupyflash.params import DEVICE_LENGTHS
 from cupyflash.problem import LAYOUTS, Mask, Problem, as_float, as_int, make_problem, to_bshd
 from cupyflash.tensor import DeviceKind, DType, TensorView
 
@@ -54,14 +55,6 @@ class Options:
 
 
 _ONLY_FP8 = ("q_scale", "k_scale", "v_scale", "out_scale")
-_ONLY_HOST = (
-    "cu_seqlens_q",
-    "cu_seqlens_kv",
-    "max_seqlen_q",
-    "max_seqlen_kv",
-    "seqused_q",
-    "seqused_kv",
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,9 +64,10 @@ class Call:
     Attributes:
         options: as given.
         adapter: of all arrays.
-        arrays: q, k, v and, where given, out, in the adapter's own form.
-        views: the same in bshd order; packed arrays as a batch of one. ``serve.allocate`` adds out
-            and lse.
+        arrays: q, k, v and, where given, out, in the adapter's own form; on a GPU also the arrays
+            of lengths (``params.DEVICE_LENGTHS``).
+        views: the same, q, k, v and out in bshd order and packed ones as a batch of one.
+            ``serve.allocate`` adds out and lse.
         packed: whether the arrays are packed sequences; ``problem`` then takes them for one.
         problem: shapes, mask and scale.
         softcap: 0 for none.
@@ -109,6 +103,11 @@ def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
     if options.out is not None:
         given["out"] = options.out
     adapter = arrays.adapter_for(given)
+    on_host = adapter.kind is DeviceKind.cpu
+    lengths = {} if on_host else _device_lengths(options)
+    if lengths:
+        given.update(lengths)
+        adapter = arrays.adapter_for(given)
     adopted = {name: adapter.adopt(name, array) for name, array in given.items()}
     views = {name: adapter.view(name, array) for name, array in adopted.items()}
     mask = Mask.resolve(options.causal, options.window, options.align)
@@ -118,15 +117,21 @@ def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
         raise ValueError(f"softcap: expected 0 (none) or more, got {softcap}")
     if options.num_sms is not None and as_int("num_sms", options.num_sms) < 1:
         raise ValueError(f"num_sms: expected at least 1, got {options.num_sms}")
-    on_host = adapter.kind is DeviceKind.cpu
-    _check_supported(options, softcap, adapter.kind)
+    _check_supported(options, adapter.kind)
     packed = options.cu_seqlens_q is not None or options.cu_seqlens_kv is not None
     if not packed and (options.max_seqlen_q is not None or options.max_seqlen_kv is not None):
         raise ValueError("max_seqlen_q, max_seqlen_kv: only with cu_seqlens_q and cu_seqlens_kv")
+    tensors = {name: view for name, view in views.items() if name not in lengths}
     if packed:
-        views = _views_of_packed(views, options)
+        views.update(_views_of_packed(tensors, options))
     else:
-        views = {name: to_bshd(view, options.layout) for name, view in views.items()}
+        views.update({name: to_bshd(view, options.layout) for name, view in tensors.items()})
+    shape = None
+    if packed and not on_host:
+        shape = _packed_shape(views, options)
+    batch = views["q"].shape[0] if shape is None else shape[0]
+    for name in lengths:
+        _check_lengths(name, views[name], batch, views["q"])
     problem = make_problem(
         views["q"],
         views["k"],
@@ -138,6 +143,9 @@ def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
         out=views.get("out"),
         num_sms=None if options.num_sms is None else int(options.num_sms),
         layout=options.layout,
+        softcap=0.0 if on_host else softcap,
+        lengths=tuple(name for name in DEVICE_LENGTHS if name in lengths),
+        packed=shape,
     )
     _check_element_type(problem, options, adapter.kind)
     _check_softcap(softcap, problem)
@@ -164,20 +172,58 @@ def _softmax_scale(given: object) -> float | None:
     return scale
 
 
-def _check_supported(options: Options, softcap: float, kind: DeviceKind) -> None:
+def _device_lengths(options: Options) -> dict[str, Array]:
+    """The arrays of lengths and offsets that a kernel reads on the device."""
+    found = {}
+    for name in DEVICE_LENGTHS:
+        given = getattr(options, name)
+        if given is None or (name.endswith("_offset") and getattr(given, "ndim", 0) == 0):
+            continue
+        found[name] = given
+    return found
+
+
+def _packed_shape(views: dict[str, TensorView], options: Options) -> tuple[int, int, int]:
+    """How many packed sequences there are, and bounds of their lengths."""
+    counts = {name: views[name].shape for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+    for name, shape in counts.items():
+        if len(shape) != 1 or shape[0] < 1:
+            raise ValueError(f"{name}: expected shape [batch + 1], got {list(shape)}")
+    if counts["cu_seqlens_q"] != counts["cu_seqlens_kv"]:
+        raise ValueError(
+            "cu_seqlens_q and cu_seqlens_kv: expected as many entries in both, got "
+            f"{counts['cu_seqlens_q'][0]} and {counts['cu_seqlens_kv'][0]}"
+        )
+    bounds = []
+    for name, tensor in (("max_seqlen_q", "q"), ("max_seqlen_kv", "k")):
+        given, total = getattr(options, name), views[tensor].shape[1]
+        bound = total if given is None else as_int(name, given)
+        if bound < 0:
+            raise ValueError(f"{name}: expected a length, got {bound}")
+        bounds.append(bound)
+    return counts["cu_seqlens_q"][0] - 1, bounds[0], bounds[1]
+
+
+def _check_lengths(name: str, view: TensorView, batch: int, q: TensorView) -> None:
+    """Raises unless a kernel can read these lengths: int32, contiguous, beside q."""
+    if view.dtype is not DType.int32:
+        raise TypeError(f"{name}: expected int32 on a GPU, got {view.dtype}; convert the array")
+    expected = batch + 1 if name.startswith("cu_seqlens") else batch
+    if view.shape != (expected,):
+        raise ValueError(f"{name}: expected shape [{expected}], got {list(view.shape)}")
+    if expected > 1 and view.strides != (1,):
+        raise ValueError(f"{name}: expected a contiguous array, got stride {view.strides[0]}")
+    if view.device != q.device:
+        raise TypeError(f"{name}: expected an array on {q.device}, where q is, got {view.device}")
+
+
+def _check_supported(options: Options, kind: DeviceKind) -> None:
     """Raises for arguments that no kernel (or no host code) looks at."""
     for name in _ONLY_FP8:
         if getattr(options, name) is not None:
             raise UnsupportedError(f"{name}: scales belong to fp8 arrays, which have no kernel yet")
-    if kind is DeviceKind.cpu:
-        if options.num_sms is not None:
-            raise UnsupportedError("num_sms: limits a GPU kernel, but the arrays are on the CPU")
-        return
-    for name in _ONLY_HOST:
-        if getattr(options, name) is not None:
-            raise UnsupportedError(f"{name}: no GPU kernel supports it yet")
-    if softcap != 0:
-        raise UnsupportedError("softcap: no GPU kernel supports it yet")
+    if kind is DeviceKind.cpu and options.num_sms is not None:
+        raise UnsupportedError("num_sms: limits a GPU kernel, but the arrays are on the CPU")
 
 
 def _check_element_type(problem: Problem, options: Options, kind: DeviceKind) -> None:
@@ -239,17 +285,14 @@ def _check_for_kernel(problem: Problem) -> None:
 
 
 def _offset(options: Options) -> int:
-    """q_offset - kv_offset where both are ints."""
+    """What ints among q_offset and kv_offset add to the mask's shift."""
     total = 0
     for name, sign in (("q_offset", 1), ("kv_offset", -1)):
         given = getattr(options, name)
         if given is None:
             continue
-        if not numpy.isscalar(given) and getattr(given, "ndim", 0) != 0:
-            raise UnsupportedError(
-                f"{name}: GPU kernels take an int for all sequences, not an array"
-            )
-        total += sign * as_int(name, given, "int, or int [batch] on the CPU")
+        if getattr(given, "ndim", 0) == 0:
+            total += sign * as_int(name, given, "int or int32 [batch]")
     return total
 
 
@@ -275,7 +318,9 @@ def _views_of_packed(views: dict[str, TensorView], options: Options) -> dict[str
                 f"{name}: expected 3 dimensions [total, heads, head_dim] with cu_seqlens, got "
                 f"{view.ndim}: {list(view.shape)}"
             )
-    return {
-        name: dataclasses.replace(view, shape=(1, *view.shape), strides=(0, *view.strides))
-        for name, view in views.items()
-    }
+    return {name: as_one(view) for name, view in views.items()}
+
+
+def as_one(view: TensorView) -> TensorView:
+    """A packed array as a batch of one."""
+    return dataclasses.replace(view, shape=(1, *view.shape), strides=(0, *view.strides))

@@ -110,6 +110,10 @@ class Adapter:
         """Streams, other than the current one, that may still be writing ``array``."""
         return ()
 
+    def to_numpy(self, array: Array) -> numpy.ndarray:
+        """A copy on the CPU; waits for the GPU."""
+        raise NotImplementedError
+
 
 class NumpyAdapter(Adapter):
     """numpy.ndarray: served on the CPU."""
@@ -172,6 +176,9 @@ class CupyAdapter(Adapter):
                 # The pool files a block under the stream current at its allocation.
                 with cuda.ExternalStream(stream, device.index):
                     yield
+
+    def to_numpy(self, array: Array) -> numpy.ndarray:
+        return self._cupy.asarray(array).get()
 
     # The short way of a call whose configuration is known (serve.Configuration).
 
@@ -267,6 +274,9 @@ class TorchAdapter(Adapter):
             with cuda.stream(cuda.ExternalStream(stream, device=device.index)):
                 yield
 
+    def to_numpy(self, array: Array) -> numpy.ndarray:
+        return array.cpu().numpy()
+
     # The short way of a call whose configuration is known (serve.Configuration).
 
     def signature(self, array: Array) -> tuple[Any, ...]:
@@ -350,6 +360,9 @@ class NumbaAdapter(Adapter):
     def current_stream(self, device: Device) -> int:
         return stream_handle(self._cuda.default_stream())
 
+    def to_numpy(self, array: Array) -> numpy.ndarray:
+        return array.copy_to_host()
+
     def producers(self, array: Array) -> tuple[int, ...]:
         return _interface_streams(array)
 
@@ -416,6 +429,9 @@ class EmulatedAdapter(Adapter):
 
     def current_stream(self, device: Device) -> int:
         return 0
+
+    def to_numpy(self, array: Array) -> numpy.ndarray:
+        return array.numpy()
 
 
 FAST: dict[type, CupyAdapter | TorchAdapter] = {}

@@ -13,11 +13,13 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shlex
 import shutil
 import struct
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +30,8 @@ from cupyflash.problem import DeviceInfo
 from cupyflash.source import find_packaged
 from cupyflash.tensor import DType
 
-VERSION = 1
-MAX_POINTERS = 8
+VERSION = 2
+MAX_POINTERS = 16
 MAX_MAPS = 8
 MAX_RANK = 5
 MAX_PARAMS_BYTES = 4096
@@ -44,6 +46,7 @@ DRIVER_TABLE = (
     ("cuCtxPushCurrent_v2", True),
     ("cuCtxPopCurrent_v2", True),
     ("cuThreadExchangeStreamCaptureMode", True),
+    ("cuStreamIsCapturing", True),
     ("cuModuleLoadData", True),
     ("cuModuleGetFunction", True),
     ("cuFuncSetAttribute", True),
@@ -57,8 +60,8 @@ DRIVER_TABLE = (
 )
 
 # CfTensorMap, CfLaunch without its maps, CfArguments. Native alignment makes the padding.
-_MAP = struct.Struct(f"@5I{MAX_RANK}I{MAX_RANK}Q{MAX_RANK - 1}Q")
-_LAUNCH = struct.Struct(f"@2I2Q3I3I2IQ3I{MAX_POINTERS}II")
+_MAP = struct.Struct(f"@5I{MAX_RANK}I{MAX_RANK}Q{MAX_RANK - 1}Qq")
+_LAUNCH = struct.Struct(f"@2I2Q3I3I2IQ3I{MAX_POINTERS}IIQ")
 _ARGUMENTS = struct.Struct(f"@Q{MAX_POINTERS}Q")
 _LAUNCH_BYTES = _LAUNCH.size + MAX_MAPS * _MAP.size
 
@@ -82,6 +85,10 @@ _ATTRIBUTE_SHARED_MEMORY_OPTIN = 97
 _POINTER_ATTRIBUTE_DEVICE_ORDINAL = 9
 _EVENT_DISABLE_TIMING = 2
 _CAPTURE_STATUS_ACTIVE = 1
+_CAPTURE_MODE_RELAXED = 2
+_STREAM_NON_BLOCKING = 1
+
+_COUNTER_BYTES = 2 << 20
 _ERROR_NOT_READY = 600
 
 _LIBRARY_ERRORS = {
@@ -103,6 +110,7 @@ class TensorMap:
         strides_bytes: strides of ``dims[1:]``.
         box: elements that one copy moves along each dimension.
         swizzle: span in bytes; 0 for none.
+        shift_bytes: from that pointer to the map's base address.
     """
 
     offset: int
@@ -112,6 +120,7 @@ class TensorMap:
     strides_bytes: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    shift_bytes: int = 0
 
     def pack(self) -> bytes:
         rank = len(self.dims)
@@ -128,7 +137,60 @@ class TensorMap:
             *padded(self.box, MAX_RANK),
             *padded(self.dims, MAX_RANK),
             *padded(self.strides_bytes, MAX_RANK - 1),
+            self.shift_bytes,
         )
+
+
+class TileCounters:
+    """Words of a GPU's memory from which persistent kernels claim tiles, zero between launches.
+
+    Launches on one stream run one after the other and share a word. A launch that is captured into
+    a graph gets its own (``with_counter`` in ``native/launch.c``), which nobody else ever gets:
+    the graph may run beside anything.
+
+    Args:
+        base: address of the zeroed memory.
+        nbytes: its size.
+    """
+
+    STEP = 32  # bytes: one sector of the L2 cache
+    STREAMS = 4096
+    PER_THREAD_STREAM = 2  # a handle that means another stream in every thread
+
+    def __init__(self, base: int, nbytes: int) -> None:
+        self._next = base
+        self._end = base + self.STREAMS * self.STEP
+        self._captured = struct.pack("@3Q", self._end, base + nbytes, self.STEP)
+        self._storage = ctypes.create_string_buffer(self._captured, len(self._captured))
+        self.address = ctypes.addressof(self._storage)
+        self._by_stream: dict[int | tuple[int, int], int] = {}
+        self._thread = threading.local()
+        self._thread_numbers = itertools.count()
+        self._lock = threading.Lock()
+
+    def of_stream(self, stream: int) -> int:
+        """Address of the word of a stream; 0 when all are taken, and tiles are then dealt out by
+        position."""
+        key: int | tuple[int, int] = stream
+        if stream == self.PER_THREAD_STREAM:
+            key = stream, self._thread_number()
+        address = self._by_stream.get(key)
+        return self._assign(key) if address is None else address
+
+    def _thread_number(self) -> int:
+        """Of this thread; unlike its ident, no later thread gets it while its kernels still run."""
+        number: int | None = getattr(self._thread, "number", None)
+        if number is None:
+            number = self._thread.number = next(self._thread_numbers)
+        return number
+
+    def _assign(self, key: int | tuple[int, int]) -> int:
+        with self._lock:
+            if key not in self._by_stream:
+                address = self._next if self._next < self._end else 0
+                self._next += self.STEP
+                self._by_stream[key] = address
+            return self._by_stream[key]
 
 
 class PreparedLaunch:
@@ -150,6 +212,8 @@ class PreparedLaunch:
         pointer_offsets: Sequence[int | None],
         maps: Sequence[TensorMap],
         dependent_launch: bool = False,
+        counter_idx: int | None = None,
+        counters: TileCounters | None = None,
     ) -> None:
         if len(params) > MAX_PARAMS_BYTES or len(maps) > MAX_MAPS:
             raise ValueError(f"launch: {len(params)} bytes of parameters, {len(maps)} maps")
@@ -170,8 +234,10 @@ class PreparedLaunch:
             len(maps),
             *offsets,
             *([NO_POINTER] * (MAX_POINTERS - len(offsets))),
-            0,
+            NO_POINTER if counter_idx is None else counter_idx,
+            0 if counters is None else counters.address,
         )
+        self._counters = counters
         packed = head + b"".join(tensor_map.pack() for tensor_map in maps)
         self._launch = ctypes.create_string_buffer(packed, _LAUNCH_BYTES)
         self.address = ctypes.addressof(self._launch)
@@ -214,6 +280,8 @@ class Driver:
         self.launch_function = self._library.cf_launch
         self.launch_function.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
         self._contexts: dict[int, int] = {}
+        self._counters: dict[int, TileCounters] = {}
+        self._counters_lock = threading.Lock()
 
     def _check_layout(self) -> None:
         sizes = (
@@ -302,6 +370,35 @@ class Driver:
         )
         self._raise_for(result, f"loading {name} onto GPU {index}")
         return function.value or 0
+
+    def tile_counters(self, index: int) -> TileCounters:
+        """The tile counters of a GPU, allocated at the first call."""
+        with self._counters_lock:
+            counters = self._counters.get(index)
+            if counters is None:
+                counters = TileCounters(self._zeroed(index, _COUNTER_BYTES), _COUNTER_BYTES)
+                self._counters[index] = counters
+            return counters
+
+    def _zeroed(self, index: int, nbytes: int) -> int:
+        """Device memory full of zeros, for the rest of the process. Another thread may be capturing
+        a graph: a relaxed mode and a stream of its own leave that alone."""
+        address, stream = ctypes.c_uint64(), ctypes.c_void_p()
+        mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+        with self.current(index):
+            self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+            try:
+                result = self._cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes))
+                self._raise_for(result, f"allocating {nbytes} bytes on GPU {index}")
+                result = self._cuda.cuStreamCreate(ctypes.byref(stream), _STREAM_NON_BLOCKING)
+                self._raise_for(result, "cuStreamCreate")
+                result = self._cuda.cuMemsetD8Async(address, 0, ctypes.c_size_t(nbytes), stream)
+                result = result or self._cuda.cuStreamSynchronize(stream)
+                self._cuda.cuStreamDestroy_v2(stream)
+                self._raise_for(result, "clearing tile counters")
+            finally:
+                self._cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        return address.value
 
     def launch(self, prepared: PreparedLaunch, stream: int, pointers: Sequence[int]) -> None:
         """Launches on ``stream``; does not wait."""

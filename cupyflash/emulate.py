@@ -34,7 +34,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cupyflash import gxx, source
 from cupyflash.errors import EmulationError
-from cupyflash.params import TensorMapRequest
+from cupyflash.params import FORWARD, TensorMapRequest
 from cupyflash.problem import DeviceInfo
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def encode_tensor_map(request: TensorMapRequest, *, is_float16: bool = False) ->
     return struct.pack(
         "<QQ4I5I5I4Q24x",
         _TENSOR_MAP_MAGIC,
-        request.pointer,
+        request.pointer + request.shift_bytes,
         rank,
         request.element_bytes,
         request.swizzle,
@@ -447,6 +447,7 @@ class EmulatedDevice:
         guard: str,
         mutant: int,
         sanitize: bool,
+        claims_tiles: bool,
         index: int,
     ) -> None:
         self.target = target
@@ -457,6 +458,7 @@ class EmulatedDevice:
         self.guard = guard
         self.mutant = mutant
         self.sanitize = sanitize
+        self.claims_tiles = claims_tiles
         self.index = index
         self.last_report: Report | None = None
         self._defines = (f"CF_MUTANT={mutant}",) if mutant else ()
@@ -493,10 +495,15 @@ class EmulatedDevice:
             EmulationError: the kernel is at fault.
         """
         spec = launch.spec
+        params = bytearray(launch.params)
+        counter = None
+        if launch.dynamic and self.claims_tiles:
+            counter = self.array(numpy.zeros(1, numpy.int32))
+            struct.pack_into("<Q", params, FORWARD.offsets["tile_counter"], counter.pointer)
         self.last_report = run(
             build(source.translation_unit(spec), self._defines, sanitize=self.sanitize),
             launch.grid[0],
-            launch.params,
+            params,
             launch.maps,
             shared_bytes=spec.shared_bytes,
             schedule=self.schedule,
@@ -504,6 +511,8 @@ class EmulatedDevice:
             race=self.race,
             window=self.window,
         )
+        if counter is not None and counter.numpy()[0] != 0:
+            raise EmulationError(f"{spec.name} left its tile counter at {counter.numpy()[0]}")
 
     def __repr__(self) -> str:
         return f"emulate.device({self.target!r}, schedule={self.schedule!r}, seed={self.seed})"
@@ -524,6 +533,7 @@ def device(
     guard: str = "after",
     mutant: int = 0,
     sanitize: bool = False,
+    claims_tiles: bool = True,
 ) -> EmulatedDevice:
     """A device for tests, whose arrays the public functions accept.
 
@@ -538,6 +548,7 @@ def device(
             below.
         mutant: which barrier or wait to leave out of kernels (``ptx::kMutant``); 0 for none.
         sanitize: whether undefined behaviour of a kernel is an error.
+        claims_tiles: whether blocks of kernels that can claim tiles from a counter do so.
 
     Returns:
         The device; the same one for the same arguments.
@@ -561,6 +572,6 @@ def device(
         raise ValueError(f'target: expected a name such as "sm_90a", got {target!r}')
     if guard not in ("after", "before"):
         raise ValueError(f"guard: expected 'after' or 'before', got {guard!r}")
-    key = (target, schedule, seed, race, num_sms, window, guard, mutant, sanitize)
+    key = (target, schedule, seed, race, num_sms, window, guard, mutant, sanitize, claims_tiles)
     index = _indices.setdefault(key, len(_indices))
     return EmulatedDevice(*key, index)

@@ -23,16 +23,20 @@ from cupyflash import driver as drivers
 from cupyflash.cache import CacheEntry, CubinCache, default_cache
 from cupyflash.driver import PreparedLaunch, TensorMap
 from cupyflash.errors import DriverError
-from cupyflash.params import FORWARD, TensorMapRequest
-from cupyflash.problem import DeviceInfo, Problem
+from cupyflash.params import DEVICE_LENGTHS, FORWARD, TensorMapRequest
+from cupyflash.problem import DeviceInfo, Problem, ragged_strides
 from cupyflash.schedule import plan_tiles
 from cupyflash.select import KernelSpec, siblings, tensor_maps
 from cupyflash.tensor import TensorView
 
 logger = logging.getLogger("cupyflash")
 
-TENSORS = ("q", "k", "v", "out", "lse")
+TENSORS = ("q", "k", "v", "out", "lse", *DEVICE_LENGTHS)
 """Arrays of a forward, in the order of ``Launch.pointers``."""
+
+FAR_ROW = 1 << 30  # kFarRow of kernels_cu/attn/ragged.cuh
+
+_UNUSED = (0,) * (drivers.MAX_POINTERS - len(TENSORS) - 1)
 
 _TENSOR_OF_MAP = {FORWARD.offsets[f"{tensor}_map"]: tensor for tensor in ("q", "k", "v", "out")}
 
@@ -49,7 +53,8 @@ class Launch:
         grid: blocks along x, y, z.
         params: the parameter struct; tensor maps are still zero.
         maps: the tensor maps to encode into it.
-        pointers: addresses of ``TENSORS``; 0 for a log-sum-exp that is not wanted.
+        pointers: addresses of ``TENSORS``; 0 for what is not there.
+        dynamic: whether blocks claim tiles from a counter (``tile_counter``), if there is one.
         stream: handle of the CUDA stream.
     """
 
@@ -59,6 +64,7 @@ class Launch:
     maps: tuple[TensorMapRequest, ...]
     pointers: tuple[int, ...]
     stream: int = 0
+    dynamic: bool = False
 
     @property
     def block(self) -> tuple[int, int, int]:
@@ -71,6 +77,7 @@ def forward_launch(
     device: DeviceInfo,
     views: dict[str, TensorView],
     stream: int = 0,
+    clear_out: bool = False,
 ) -> Launch:
     """The launch that solves ``problem`` with ``spec``.
 
@@ -78,8 +85,10 @@ def forward_launch(
         problem: what is to be computed; not empty.
         spec: the chosen kernel.
         device: where.
-        views: q, k, v, out in bshd order, and lse [batch, heads_q, seqlen_q] where wanted.
+        views: q, k, v, out in bshd order (packed arrays as a batch of one), lse [batch, heads_q,
+            seqlen_q] where wanted, and the arrays of ``problem.lengths``.
         stream: handle of the CUDA stream.
+        clear_out: whether rows of out that belong to no sequence are set to 0.
     """
     tiles = plan_tiles(problem, spec, device)
     pointers = tuple(views[tensor].pointer if tensor in views else 0 for tensor in TENSORS)
@@ -88,9 +97,16 @@ def forward_launch(
         for axis, name in enumerate(("batch", "seqlen", "head")):
             values[f"{tensor}_stride_{name}"] = views[tensor].strides[axis]
     if "lse" in views:
-        values["lse_stride_batch"], values["lse_stride_head"], _ = views["lse"].strides
-    scale = problem.softmax_scale
-    assert scale is not None  # a Problem sets it when it is made
+        *batch_stride, values["lse_stride_head"], _ = views["lse"].strides
+        values["lse_stride_batch"] = batch_stride[0] if batch_stride else 0
+    scale, rows_q, rows_kv = problem.softmax_scale, problem.rows_q, problem.rows_kv
+    assert scale is not None and rows_q is not None and rows_kv is not None  # a Problem sets them
+    if problem.softcap:
+        values.update(softcap=problem.softcap, softcap_slope=scale / problem.softcap)
+        scale = 1.0  # of what comes out of the cap
+    if spec.general:
+        for tensor in ("q", "k", "v"):
+            values[f"{tensor}_batch_rows"] = ragged_strides(views[tensor])[1] or 0
     params = FORWARD.pack(
         **values,
         batch=problem.batch,
@@ -101,12 +117,17 @@ def forward_launch(
         head_dim_qk=problem.head_dim_qk,
         head_dim_v=problem.head_dim_v,
         group=problem.group,
-        window_left=problem.window_left,
-        window_right=problem.window_right,
-        shift=problem.shift,
+        rows_q=rows_q,
+        rows_kv=rows_kv,
+        mask_left=problem.mask_left,
+        mask_right=problem.mask_right,
+        bottom_right=bool(problem.lengths) and problem.mask.align == "bottom_right",
         num_m_blocks=tiles.num_m_blocks,
         num_tiles=tiles.num_tiles,
         section_heads=tiles.section_heads,
+        section_rows=tiles.section_rows,
+        tail_heads=tiles.tail_heads,
+        clear_out=clear_out,
         softmax_scale=scale,
         softmax_scale_log2=scale * math.log2(math.e),
     )
@@ -117,6 +138,7 @@ def forward_launch(
         maps=_map_requests(spec, views),
         pointers=pointers,
         stream=stream,
+        dynamic=tiles.dynamic,
     )
 
 
@@ -128,21 +150,36 @@ def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[Tenso
             continue
         itemsize = view.dtype.itemsize
         batch, seqlen, heads, head_dim = view.shape
-        order = (1, 2, 0)  # seqlen, heads, batch
+        by_row, by_head, by_batch = (
+            _map_stride(view.shape[axis], view.strides[axis] * itemsize, head_dim * itemsize)
+            for axis in (1, 2, 0)
+        )
+        dims: tuple[int, ...] = (head_dim, seqlen, heads, batch)
+        strides: tuple[int, ...] = (by_row, by_head, by_batch)
+        box: tuple[int, ...] = (plan.chunk, plan.rows, 1, 1)
+        shift = 0
+        if plan.ragged:  # Note [Ragged maps] in kernels_cu/attn/ragged.cuh
+            box = (plan.chunk, plan.rows, 1, 1, 1)
+            if plan.tensor == "out":
+                dims = (head_dim, seqlen, seqlen + 1, heads, batch)
+                strides = (by_row, by_row, by_head, by_batch)
+                shift = -seqlen * by_row
+            else:
+                by_row, batch_rows = ragged_strides(view)
+                assert batch_rows is not None  # select: ragged_fault
+                origins = (batch - 1) * batch_rows + seqlen + 1
+                dims = (head_dim, FAR_ROW, heads, FAR_ROW + 1, origins)
+                strides = (by_row, by_head, (1 << 64) // FAR_ROW - by_row, by_row)
         requests.append(
             TensorMapRequest(
                 offset=FORWARD.offsets[plan.field],
                 pointer=view.pointer,
                 element_bytes=itemsize,
-                dims=(head_dim, seqlen, heads, batch),
-                strides_bytes=tuple(
-                    _map_stride(
-                        view.shape[axis], view.strides[axis] * itemsize, head_dim * itemsize
-                    )
-                    for axis in order
-                ),
-                box=(plan.chunk, plan.rows, 1, 1),
+                dims=dims,
+                strides_bytes=strides,
+                box=box,
                 swizzle=plan.swizzle,
+                shift_bytes=shift,
             )
         )
     return tuple(requests)
@@ -195,10 +232,13 @@ def load_kernel(spec: KernelSpec, device_index: int, stream: int = 0) -> Kernel:
         return kernel
     driver = drivers.default_driver()
     if driver.is_capturing(device_index, stream):
+        advice = "call attention once before the capture, with the same dtype, head dimensions, "
+        advice += "mask and lengths"
+        if spec.kernel != "forward":
+            advice = f"call {spec.kernel} once before the capture, with the same dtype"
         raise RuntimeError(
             f"{spec.name} is not loaded on GPU {device_index} yet, and a CUDA graph is being "
-            "captured on this stream; call attention once before the capture, with the same dtype, "
-            "head dimensions, mask and lengths"
+            f"captured on this stream; {advice}"
         )
     with _kernels_lock:
         kernel = _kernels.get((spec, device_index))
@@ -247,21 +287,26 @@ class Plan:
     def __init__(self, kernel: Kernel, launch: Launch) -> None:
         self.kernel = kernel
         self.launch = launch
-        self.prepared = prepare(kernel, launch)
         driver = drivers.default_driver()
         self.driver = driver
+        self._counters = driver.tile_counters(kernel.device_index) if launch.dynamic else None
+        self.prepared = prepare(kernel, launch, self._counters)
         self._function = driver.launch_function
         self._pack = drivers.pack_all_arguments
         self._address = self.prepared.address
 
-    def run(self, stream: int, q: int, k: int, v: int, out: int, lse: int) -> None:
-        """Launches with these addresses on ``stream``; does not wait."""
-        result = self._function(self._address, self._pack(stream, q, k, v, out, lse, 0, 0, 0))
+    def run(self, stream: int, *pointers: int) -> None:
+        """Launches with these addresses (one for each of ``TENSORS``) on ``stream``; does not
+        wait."""
+        counter = 0 if self._counters is None else self._counters.of_stream(stream)
+        result = self._function(self._address, self._pack(stream, *pointers, counter, *_UNUSED))
         if result:
             self.driver.raise_for_launch(result)
 
 
-def prepare(kernel: Kernel, launch: Launch) -> PreparedLaunch:
+def prepare(
+    kernel: Kernel, launch: Launch, counters: drivers.TileCounters | None = None
+) -> PreparedLaunch:
     """The launch as libcupyflash reads it."""
     return PreparedLaunch(
         context=kernel.context,
@@ -271,7 +316,7 @@ def prepare(kernel: Kernel, launch: Launch) -> PreparedLaunch:
         cluster=launch.spec.cluster,
         shared_bytes=launch.spec.shared_bytes,
         params=launch.params,
-        pointer_offsets=[FORWARD.offsets[tensor] for tensor in TENSORS],
+        pointer_offsets=[FORWARD.offsets[tensor] for tensor in (*TENSORS, "tile_counter")],
         maps=[
             TensorMap(
                 offset=request.offset,
@@ -281,9 +326,12 @@ def prepare(kernel: Kernel, launch: Launch) -> PreparedLaunch:
                 strides_bytes=request.strides_bytes,
                 box=request.box,
                 swizzle=request.swizzle,
+                shift_bytes=request.shift_bytes,
             )
             for request in launch.maps
         ],
+        counter_idx=None if counters is None else len(TENSORS),
+        counters=counters,
     )
 
 

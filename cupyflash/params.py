@@ -1,6 +1,6 @@
 """The launch struct of a kernel: one field list for Python and for the check in CUDA.
 
-``kernels_cu/params.cuh`` declares the struct, this file says where each field lies, and every
+A header of ``kernels_cu`` declares the struct, this file says where each field lies, and every
 translation unit asserts that the two agree (``source.py``). A launch fills one buffer per call:
 
 * ``FORWARD.pack(heads_q=8, ...)`` makes a zeroed buffer from named values (readable, for tests);
@@ -16,9 +16,6 @@ import functools
 import struct
 from dataclasses import dataclass
 from typing import Any
-
-UNBOUNDED = 1 << 30
-"""``window_left`` or ``window_right`` of a mask without that bound (``cf::kUnbounded``)."""
 
 # kind: (size, alignment, struct code, NumPy type)
 _KINDS: dict[str, tuple[int, int, str, Any]] = {
@@ -44,14 +41,16 @@ class StructLayout:
     """Where the members of one parameter struct lie, by the rules of C.
 
     Attributes:
-        cpp_name: name of the struct in ``kernels_cu/params.cuh``.
+        cpp_name: name of the struct.
         fields: members in order; tensor maps come first.
         size: ``sizeof``, bytes.
+        header: where it is declared, below ``kernels_cu``.
     """
 
     cpp_name: str
     fields: tuple[Field, ...]
     size: int
+    header: str = "params.cuh"
 
     @functools.cached_property
     def offsets(self) -> dict[str, int]:
@@ -115,7 +114,9 @@ class StructLayout:
         return dict(zip(self.scalar_names, values))
 
 
-def _layout(cpp_name: str, members: list[tuple[str, str]]) -> StructLayout:
+def _layout(
+    cpp_name: str, members: list[tuple[str, str]], header: str = "params.cuh"
+) -> StructLayout:
     fields = []
     position = 0
     largest = 1
@@ -125,24 +126,38 @@ def _layout(cpp_name: str, members: list[tuple[str, str]]) -> StructLayout:
         fields.append(Field(name, kind, position))
         position += size
         largest = max(largest, alignment)
-    return StructLayout(cpp_name, tuple(fields), -(-position // largest) * largest)
+    return StructLayout(cpp_name, tuple(fields), -(-position // largest) * largest, header)
 
 
 def _strides(tensor: str) -> list[tuple[str, str]]:
     return [(f"{tensor}_stride_{axis}", "int64") for axis in ("batch", "seqlen", "head")]
 
 
+DEVICE_LENGTHS = (
+    "cu_seqlens_q",
+    "cu_seqlens_kv",
+    "seqused_q",
+    "seqused_kv",
+    "q_offset",
+    "kv_offset",
+)
+"""Arrays of lengths and positions that general kernels read on the device."""
+
 FORWARD = _layout(
     "cf::ForwardParams",
     [
         *((f"{tensor}_map", "tensor_map") for tensor in ("q", "k", "v", "out")),
         *((tensor, "pointer") for tensor in ("q", "k", "v", "out", "lse")),
+        *((array, "pointer") for array in DEVICE_LENGTHS),
+        ("tile_counter", "pointer"),
         *_strides("q"),
         *_strides("k"),
         *_strides("v"),
         *_strides("out"),
         ("lse_stride_batch", "int64"),
         ("lse_stride_head", "int64"),
+        ("mask_left", "int64"),
+        ("mask_right", "int64"),
         *(
             (name, "int32")
             for name in (
@@ -154,19 +169,69 @@ FORWARD = _layout(
                 "head_dim_qk",
                 "head_dim_v",
                 "group",
-                "window_left",
-                "window_right",
-                "shift",
+                "rows_q",
+                "rows_kv",
+                "q_batch_rows",
+                "k_batch_rows",
+                "v_batch_rows",
+                "bottom_right",
                 "num_m_blocks",
                 "num_tiles",
                 "section_heads",
+                "section_rows",
+                "tail_heads",
+                "clear_out",
             )
         ),
-        ("softmax_scale", "float"),
-        ("softmax_scale_log2", "float"),
+        *(
+            (name, "float")
+            for name in ("softmax_scale", "softmax_scale_log2", "softcap", "softcap_slope")
+        ),
     ],
 )
 """Layout of ``cf::ForwardParams``; ``kernels_cu/params.cuh`` says what each member means."""
+
+MAX_MERGE_PARTS = 32
+"""Parts that one launch merges: ``cf::kMaxMergeParts``."""
+
+MERGE_STRIDES = tuple(
+    f"{array}_stride_{axis}"
+    for array, axes in (("out", ("batch", "seqlen", "head")), ("lse", ("batch", "head", "seqlen")))
+    for axis in axes
+)
+"""Strides of a part of a merge, and of its result."""
+
+MERGE = _layout(
+    "cf::MergeParams",
+    [
+        ("out", "pointer"),
+        ("lse", "pointer"),
+        *((stride, "int64") for stride in MERGE_STRIDES),
+        *(
+            (name, "int32")
+            for name in (
+                "seqlen",
+                "heads",
+                "head_dim",
+                "num_rows",
+                "num_parts",
+                "lanes_log2",
+                "vectors",
+            )
+        ),
+        *(
+            (f"parts[{part}].{name}", kind)
+            for part in range(MAX_MERGE_PARTS)
+            for name, kind in (
+                ("out", "pointer"),
+                ("lse", "pointer"),
+                *((stride, "int64") for stride in MERGE_STRIDES),
+            )
+        ),
+    ],
+    header="any/params.cuh",
+)
+"""Layout of ``cf::MergeParams``, its array of parts member by member."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +241,7 @@ class TensorMapRequest:
     Attributes:
         offset: byte offset of the map in the parameter struct.
         pointer: address of element 0; 16-byte aligned.
+        shift_bytes: what to add to ``pointer`` for the base address of the map.
         element_bytes: size of an element.
         dims: extents in elements, fastest first.
         strides_bytes: strides of all dimensions but the fastest; multiples of 16.
@@ -190,3 +256,4 @@ class TensorMapRequest:
     strides_bytes: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    shift_bytes: int = 0

@@ -16,10 +16,13 @@ import numpy
 from cupyflash.tensor import Device, DeviceKind, DType, TensorView, contiguous_strides
 
 UNBOUNDED = 1 << 30
-"""Value of ``window_left`` or ``window_right`` in a kernel's parameters that means no bound."""
+"""A diagonal of scores beyond all others: the mask of a kernel hides nothing up to it."""
+
+FAR = 1 << 62
+"""The same before what only the device knows is added."""
 
 MAX_SEQLEN = 1 << 29
-"""Longest sequence: query position + shift +- window must fit 32 bits (see Problem.shift)."""
+"""Longest sequence: a query's position plus a diagonal must fit 32 bits."""
 
 ALIGNMENT = 16
 """Bytes: vector loads, cp.async and TMA move 16 at a time, from addresses that are multiples."""
@@ -105,8 +108,8 @@ class Problem:
 
     Attributes:
         batch: number of independent sequences.
-        seqlen_q: queries of each.
-        seqlen_kv: keys of each.
+        seqlen_q: queries of each, or of the longest.
+        seqlen_kv: keys of each, or of the longest.
         heads_q: query heads; a multiple of ``heads_kv``.
         heads_kv: key and value heads.
         head_dim_qk: elements of a query and of a key.
@@ -119,10 +122,16 @@ class Problem:
         position_offset: q_offset - kv_offset, added to the mask's shift.
         out_dtype: element type of the output; None at construction means ``dtype``.
         num_sms: how many multiprocessors the kernel may use; None means all.
+        clusters: whether a kernel may be launched as clusters of blocks.
+        softcap: c > 0: scores s become c * tanh(s / c); 0 for none.
+        lengths: which of ``params.DEVICE_LENGTHS`` the kernel reads on the device.
+        rows_q, rows_kv: extents of the arrays along seqlen: the totals of packed sequences. None at
+            construction means seqlen_q, seqlen_kv.
         unaligned: (tensor, reason) for each of q, k, v, out that breaks the 16-byte rule: base
             address and every stride a multiple of 16 bytes, last stride 1.
         no_tma: (tensor, reason) for each that TMA cannot address: the above, and also negative or
             zero strides and extents beyond its fields.
+        no_ragged: (tensor, reason) for each that TMA cannot address for a general kernel.
     """
 
     batch: int
@@ -139,19 +148,41 @@ class Problem:
     position_offset: int = 0
     out_dtype: DType | None = None
     num_sms: int | None = None
+    clusters: bool = True
+    softcap: float = 0.0
+    lengths: tuple[str, ...] = ()
+    rows_q: int | None = None
+    rows_kv: int | None = None
     unaligned: tuple[tuple[str, str], ...] = ()
     no_tma: tuple[tuple[str, str], ...] = ()
+    no_ragged: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
         if self.softmax_scale is None:
             object.__setattr__(self, "softmax_scale", self.head_dim_qk**-0.5)
         if self.out_dtype is None:
             object.__setattr__(self, "out_dtype", self.dtype)
+        if self.rows_q is None:
+            object.__setattr__(self, "rows_q", self.seqlen_q)
+        if self.rows_kv is None:
+            object.__setattr__(self, "rows_kv", self.seqlen_kv)
 
     @property
     def is_empty(self) -> bool:
         """Whether the output has no rows."""
-        return self.batch * self.seqlen_q * self.heads_q == 0
+        rows = self.rows_q if self.is_packed else self.batch * self.seqlen_q
+        return rows == 0 or self.heads_q == 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sequences lie one behind the other along one dimension."""
+        return "cu_seqlens_q" in self.lengths
+
+    @property
+    def is_general(self) -> bool:
+        """Whether it takes a general kernel: one that reads lengths on the device and caps
+        scores."""
+        return bool(self.lengths) or self.softcap != 0
 
     @property
     def group(self) -> int:
@@ -159,44 +190,46 @@ class Problem:
         return max(self.heads_q // self.heads_kv, 1) if self.heads_kv else 1
 
     @property
-    def full_shift(self) -> int:
+    def shift(self) -> int:
         """Position of query 0 on the axis of keys, as an unlimited integer."""
         aligned = self.seqlen_kv - self.seqlen_q if self.mask.align == "bottom_right" else 0
         return aligned + self.position_offset
 
     @property
-    def shift(self) -> int:
-        """``full_shift`` clipped to +-MAX_SEQLEN; ``window_left`` and ``window_right`` make up
-        for what was clipped, so that 32 bits hold every sum a kernel forms."""
-        return max(-MAX_SEQLEN, min(MAX_SEQLEN, self.full_shift))
-
-    @property
-    def window_left(self) -> int:
-        """Kernel's left bound: ``UNBOUNDED`` when it hides no key of any query."""
+    def mask_left(self) -> int:
+        """The first visible diagonal j - i; -UNBOUNDED when it hides no key of any query. What the
+        device adds to it (``lengths``) is left out."""
         left = self.mask.left
-        if left is None or self.seqlen_q - 1 + self.full_shift - left <= 0:
-            return UNBOUNDED
-        return max(-MAX_SEQLEN, min(MAX_SEQLEN, left + self.shift - self.full_shift))
+        if self.lengths:
+            return -FAR if left is None else max(-FAR, min(FAR, self.position_offset - left))
+        if left is None or self.seqlen_q - 1 + self.shift - left <= 0:
+            return -UNBOUNDED
+        return max(-UNBOUNDED, min(UNBOUNDED, self.shift - left))
 
     @property
-    def window_right(self) -> int:
-        """Kernel's right bound: ``UNBOUNDED`` when it hides no key of any query."""
+    def mask_right(self) -> int:
+        """The last visible diagonal j - i; UNBOUNDED when it hides no key of any query."""
         right = self.mask.right
-        if right is None or self.full_shift + right >= self.seqlen_kv - 1:
+        if self.lengths:
+            return FAR if right is None else max(-FAR, min(FAR, self.position_offset + right))
+        if right is None or self.shift + right >= self.seqlen_kv - 1:
             return UNBOUNDED
-        return max(-MAX_SEQLEN, min(MAX_SEQLEN, right - self.shift + self.full_shift))
+        return max(-UNBOUNDED, min(UNBOUNDED, self.shift + right))
 
     @property
     def mask_kind(self) -> str:
-        """ "none", "causal" (a right bound only) or "window" (a left bound): which bounds hide
-        any key of this problem. One decoding query under a causal mask is "none"."""
-        if self.window_left != UNBOUNDED:
+        """ "none", "causal" (a right bound only) or "window" (a left bound): which bounds may hide
+        any key of this problem. One decoding query under a causal mask is "none"; general kernels
+        have no kind "none", one with a bound that hides nothing does as well."""
+        if self.mask_left > -UNBOUNDED if not self.lengths else self.mask.left is not None:
             return "window"
-        return "none" if self.window_right == UNBOUNDED else "causal"
+        if self.mask_right < UNBOUNDED if not self.lengths else self.mask.right is not None:
+            return "causal"
+        return "causal" if self.is_general else "none"
 
     def why_no_tma(self, tensor: str) -> str | None:
         """Why TMA cannot address this one of "q", "k", "v", "out"; None when it can."""
-        return dict(self.no_tma).get(tensor)
+        return dict(self.no_ragged if self.is_general else self.no_tma).get(tensor)
 
     def why_unaligned(self, tensor: str) -> str | None:
         """Which part of the 16-byte rule this tensor breaks; None when it keeps it."""
@@ -254,6 +287,9 @@ def make_problem(
     out: TensorView | None = None,
     num_sms: int | None = None,
     layout: str = "bshd",
+    softcap: float = 0.0,
+    lengths: tuple[str, ...] = (),
+    packed: tuple[int, int, int] | None = None,
 ) -> Problem:
     """Validates views in [batch, seqlen, heads, head_dim] order and returns their Problem.
 
@@ -266,6 +302,9 @@ def make_problem(
         out: the caller's output; None when we allocate a contiguous one.
         num_sms: limit on multiprocessors.
         layout: how the caller ordered dimensions; used to word messages only.
+        softcap: 0 for none.
+        lengths: arrays that the kernel reads on the device.
+        packed: number of packed sequences, bounds of their queries and keys; None: not packed.
 
     Raises:
         TypeError: dtypes or devices that do not go together.
@@ -288,6 +327,10 @@ def make_problem(
         0, out_shape, _own_strides(out_shape, layout), q.dtype, q.device
     )
     tensors = {**inputs, "out": planned_out}
+    rows_q, rows_kv = seqlen_q, seqlen_kv
+    if packed is not None:
+        batch, longest_q, longest_kv = packed
+        seqlen_q, seqlen_kv = min(longest_q, rows_q), min(longest_kv, rows_kv)
     return Problem(
         batch=batch,
         seqlen_q=seqlen_q,
@@ -302,8 +345,13 @@ def make_problem(
         want_lse=want_lse,
         position_offset=position_offset,
         num_sms=num_sms,
+        softcap=softcap,
+        lengths=lengths,
+        rows_q=rows_q,
+        rows_kv=rows_kv,
         unaligned=_reasons(tensors, alignment_fault),
         no_tma=_reasons(tensors, tma_fault),
+        no_ragged=_reasons(tensors, ragged_fault) if lengths or softcap else (),
     )
 
 
@@ -337,6 +385,35 @@ def tma_fault(view: TensorView) -> str | None:
         if extent > 1 and not 0 < stride_bytes < 1 << 40:
             return f"{dimension} stride of {stride_bytes} bytes is not in (0, 2**40)"
     return None
+
+
+def ragged_fault(view: TensorView) -> str | None:
+    """Why no ragged map (Note [Ragged maps] in ``kernels_cu/attn/ragged.cuh``) can describe
+    ``view``, in words; None when one can."""
+    fault = tma_fault(view)
+    if fault is not None:
+        return fault
+    by_row, batch_rows = ragged_strides(view)
+    if batch_rows is None:
+        return f"batch stride is not a multiple of the seqlen stride of {by_row} bytes"
+    if by_row >= 1 << 34:
+        return f"seqlen stride of {by_row} bytes is not below 2**34"
+    if (view.shape[0] - 1) * batch_rows + 2 * view.shape[1] >= 1 << 31:
+        return "batch and seqlen reach beyond 2**31 rows"
+    return None
+
+
+def ragged_strides(view: TensorView) -> tuple[int, int | None]:
+    """Bytes from row to row, and how many rows from one batch entry to the next; None for a
+    fraction."""
+    batch, seqlen = view.shape[:2]
+    by_batch, by_row = (stride * view.dtype.itemsize for stride in view.strides[:2])
+    if seqlen <= 1:
+        row_bytes = -(-view.shape[3] * view.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        by_row = by_batch if batch > 1 else row_bytes
+    if batch <= 1:
+        return by_row, 0
+    return by_row, None if by_batch % by_row else by_batch // by_row
 
 
 _MAX_OVERLAP_WORK = 100_000  # candidates that NumPy tries before it gives up

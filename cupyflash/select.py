@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import DeviceInfo, Problem
 from cupyflash.tensor import DType
-from cupyflash.tuning import DTYPES, FAMILIES, Family, Tile
+from cupyflash.tuning import DTYPES, FAMILIES, MERGE_BLOCKS, MERGE_THREADS, Family, Tile
 
 logger = logging.getLogger("cupyflash")
 
@@ -36,8 +36,9 @@ class KernelSpec:
     """One compiled kernel, completely: everything that its translation unit depends on.
 
     Attributes:
-        kernel: what it computes ("forward").
-        family: the code that it is made of ("sm80", "sm90", "sm100").
+        kernel: what it computes ("forward", "merge").
+        family: the code that it is made of ("sm80", "sm90", "sm100"; "any": one for all, which has
+            no tiles: widths, tile and stages are 0).
         target: what it is compiled for ("sm_80", "sm_90a", "sm_100f", "sm_120", ...).
         dtype: element type of q, k, v and out.
         head_dim_qk, head_dim_v: padded tile widths.
@@ -47,6 +48,7 @@ class KernelSpec:
         scheduler: "single" (one tile a block) or "persistent".
         shared_bytes: dynamic shared memory of a block.
         options: the family's own parameters, (name, value).
+        general: whether it reads lengths on the device and caps scores.
     """
 
     kernel: str
@@ -65,10 +67,13 @@ class KernelSpec:
     scheduler: str
     shared_bytes: int
     options: tuple[tuple[str, int], ...]
+    general: bool = False
 
     @functools.cached_property
     def name(self) -> str:
         """Readable name, also the kernel's symbol: forward_sm90_bf16_d128_m128n128s2_causal."""
+        if self.kernel != "forward":
+            return "_".join([self.kernel, self.family, self.dtype.short])
         width = f"d{self.head_dim_qk}"
         if self.head_dim_v != self.head_dim_qk:
             width += f"v{self.head_dim_v}"
@@ -81,7 +86,30 @@ class KernelSpec:
             option = defaults[name]
             if option.tag is not None and value != option.default:
                 parts.append(f"{option.tag}{value}")
+        if self.general:
+            parts.append("general")
         return "_".join([*parts, self.mask])
+
+    def option(self, name: str) -> int:
+        """The value of one of the family's own parameters; 0 where the family has none of it."""
+        return dict(self.options).get(name, 0)
+
+    def m_blocks(self, problem: Problem) -> int:
+        """Query blocks of a head, in all sequences where they are packed: at least as many."""
+        if problem.is_packed:
+            assert problem.rows_q is not None  # for the type checker: a Problem sets it
+            return problem.rows_q // self.slot_rows + problem.batch
+        return -(-problem.seqlen_q // self.slot_rows)
+
+    @property
+    def slot_heads(self) -> int:
+        """Query heads that the blocks of a cluster work on together."""
+        return self.cluster if self.option("PairHeads") else 1
+
+    @property
+    def slot_rows(self) -> int:
+        """Queries of one head that the blocks of a cluster work on together."""
+        return self.block_m * self.cluster // self.slot_heads
 
 
 @dataclass(frozen=True)
@@ -94,6 +122,7 @@ class MapPlan:
         chunk: elements of head_dim in a box, one swizzle span.
         rows: sequence positions in a box.
         swizzle: span in bytes.
+        ragged: whether it has rows twice (Note [Ragged maps] in ``kernels_cu/attn/ragged.cuh``).
     """
 
     field: str
@@ -101,6 +130,7 @@ class MapPlan:
     chunk: int
     rows: int
     swizzle: int
+    ragged: bool
 
 
 @dataclass(frozen=True)
@@ -135,11 +165,11 @@ class Rule:
 
 @functools.lru_cache(maxsize=4096)
 def spec_for(
-    family: Family, tile: Tile, target: str, dtype: DType, mask: str, kernel: str = "forward"
+    family: Family, tile: Tile, target: str, dtype: DType, mask: str, general: bool = False
 ) -> KernelSpec:
     """The kernel of one row of ``tuning.py``, for an element type, a mask kind and a target."""
     return KernelSpec(
-        kernel=kernel,
+        kernel="forward",
         family=family.name,
         target=target,
         dtype=dtype,
@@ -155,11 +185,37 @@ def spec_for(
         scheduler=tile.scheduler,
         shared_bytes=family.shared_bytes(tile),
         options=family.option_values(tile),
+        general=general,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def merge_spec(dtype: DType, target: str) -> KernelSpec:
+    """The kernel that merges parts of an element type (``MERGE_DTYPES``)."""
+    return KernelSpec(
+        kernel="merge",
+        family="any",
+        target=target,
+        dtype=dtype,
+        head_dim_qk=0,
+        head_dim_v=0,
+        mask="none",
+        block_m=0,
+        block_n=0,
+        stages=0,
+        threads=MERGE_THREADS,
+        min_blocks=MERGE_BLOCKS,
+        cluster=1,
+        scheduler="persistent",
+        shared_bytes=0,
+        options=(),
     )
 
 
 def siblings(spec: KernelSpec) -> tuple[KernelSpec, ...]:
     """The kernels that may serve the same dtype, head dimensions and mask at other lengths."""
+    if spec.kernel != "forward":
+        return ()
     family = FAMILIES[spec.family]
     return tuple(
         other
@@ -167,7 +223,9 @@ def siblings(spec: KernelSpec) -> tuple[KernelSpec, ...]:
         if (tile.head_dim_qk, tile.head_dim_v) == (spec.head_dim_qk, spec.head_dim_v)
         and spec.mask in tile.masks
         and spec.dtype in tile.dtypes
-        and (other := spec_for(family, tile, spec.target, spec.dtype, spec.mask)) != spec
+        and (not spec.general or family.general)
+        and (other := spec_for(family, tile, spec.target, spec.dtype, spec.mask, spec.general))
+        != spec
     )
 
 
@@ -189,13 +247,21 @@ def target_for(family: str, capability: tuple[int, int]) -> str | None:
     return f"sm_{major}{minor}"
 
 
+def native_target(capability: tuple[int, int]) -> str | None:
+    """What a kernel for all architectures is compiled for on a device, or None where none runs."""
+    targets = (target_for(family, capability) for family in FAMILIES)
+    return next((target for target in targets if target is not None), None)
+
+
 def candidates(problem: Problem, device: DeviceInfo) -> tuple[Candidate, ...]:
     """Every kernel that could be considered, the preferred first, whether it fits or not."""
     found = []
     for family in FAMILIES.values():
         target = target_for(family.name, device.capability) or _DEFAULT_TARGET[family.name]
         for tile in family.tiles:
-            spec = spec_for(family, tile, target, problem.dtype, problem.mask_kind)
+            spec = spec_for(
+                family, tile, target, problem.dtype, problem.mask_kind, problem.is_general
+            )
             found.append(Candidate(family, tile, spec))
     return tuple(found)
 
@@ -225,13 +291,19 @@ def select(problem: Problem, device: DeviceInfo) -> Choice:
     return Choice(chosen, tuple(rejections))
 
 
-def explain(problem: Problem, device: DeviceInfo, cubin: Callable[[KernelSpec], str]) -> str:
+def explain(
+    problem: Problem,
+    device: DeviceInfo,
+    cubin: Callable[[KernelSpec], str],
+    work: Callable[[Problem, KernelSpec], str],
+) -> str:
     """The problem, the chosen kernel, whence its cubin, and what ruled out every other candidate.
 
     Args:
         problem: what is to be computed.
         device: where.
         cubin: says in words where the cubin of a kernel comes from (``CubinCache.locate``).
+        work: says in words what a kernel will visit (``schedule.describe_work``).
     """
     lines = [f"problem  {describe_problem(problem)}", f"device   {describe_device(device)}"]
     if problem.is_empty:
@@ -248,6 +320,7 @@ def explain(problem: Problem, device: DeviceInfo, cubin: Callable[[KernelSpec], 
         name, *details = describe_spec(choice.spec)
         lines += [f"kernel   {name}", *(f"         {line}" for line in details)]
         lines.append(f"cubin    {cubin(choice.spec)}")
+        lines.append(f"work     {work(problem, choice.spec)}")
     lines.append(f"{others}, each with the first condition that ruled it out:")
     width = max((len(name) for name, _ in rejections), default=0)
     lines += [f"  {name:<{width}}  {reason}" for name, reason in rejections]
@@ -268,13 +341,21 @@ def describe_problem(problem: Problem, lengths: str | None = None) -> str:
     width = f"{problem.head_dim_qk}"
     if problem.head_dim_v != problem.head_dim_qk:
         width += f"/{problem.head_dim_v}"
+    if lengths is None and problem.is_packed:
+        lengths = f"packed, batch {problem.batch}, total {problem.rows_q} x {problem.rows_kv}"
     if lengths is None:
         lengths = f"batch {problem.batch}, seqlen {problem.seqlen_q} x {problem.seqlen_kv}"
-    return (
-        f"forward, {lengths}, heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}, "
-        f"{problem.dtype}, {mask}, softmax_scale {problem.softmax_scale:.6g}"
-        f"{', lse' if problem.want_lse else ''}"
-    )
+    parts = [
+        f"forward, {lengths}, heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}",
+        f"{problem.dtype}, {mask}, softmax_scale {problem.softmax_scale:.6g}",
+    ]
+    if problem.softcap:
+        parts.append(f"softcap {problem.softcap:.6g}")
+    if problem.want_lse:
+        parts.append("lse")
+    if problem.lengths:
+        parts.append(f"on the device {', '.join(problem.lengths)}")
+    return ", ".join(parts)
 
 
 def describe_device(device: DeviceInfo) -> str:
@@ -310,7 +391,8 @@ def tensor_maps(spec: KernelSpec) -> tuple[MapPlan, ...]:
     def plan(tensor: str, width: int, rows: int) -> MapPlan:
         # A box is one swizzle span wide: 128 bytes where that divides the tile, else 64.
         chunk = 64 if width % 64 == 0 else 32
-        return MapPlan(f"{tensor}_map", tensor, chunk, rows, swizzle=chunk * spec.dtype.itemsize)
+        swizzle = chunk * spec.dtype.itemsize
+        return MapPlan(f"{tensor}_map", tensor, chunk, rows, swizzle, ragged=spec.general)
 
     return (
         plan("q", spec.head_dim_qk, family.map_rows),
@@ -354,6 +436,14 @@ def _dtype_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> s
     if problem.out_dtype != problem.dtype:
         return f"writes the inputs' dtype, {problem.out_dtype} was asked for"
     return None
+
+
+def _general_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    if candidate.family.general or not problem.is_general:
+        return None
+    if problem.softcap:
+        return "has no softcap yet"
+    return f"does not read {problem.lengths[0]} yet"
 
 
 def _head_dim_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
@@ -403,6 +493,14 @@ def _tile_dtype_rule(problem: Problem, device: DeviceInfo, candidate: Candidate)
     return f"this tile serves {', '.join(map(str, served))}, got {problem.dtype}"
 
 
+def _length_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    limit = candidate.tile.max_seqlen
+    longest = max(problem.seqlen_q, problem.seqlen_kv)
+    if limit is None or longest <= limit:
+        return None
+    return f"the tile is for at most {limit} queries and keys, got {longest}"
+
+
 def _shared_memory_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     needed, available = candidate.spec.shared_bytes, device.shared_memory_per_block
     if needed > available:
@@ -415,6 +513,12 @@ def _shared_memory_rule(problem: Problem, device: DeviceInfo, candidate: Candida
 
 def _cluster_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     cluster = candidate.spec.cluster
+    if cluster > 1 and not problem.clusters:
+        return "the launch has no clusters of blocks"
+    if candidate.spec.slot_heads > 1:
+        if problem.group % candidate.spec.slot_heads == 0:
+            return None
+        return f"{problem.group} query heads share a key head, its blocks take them in pairs"
     blocks = -(-problem.seqlen_q // candidate.spec.block_m)
     idle = -blocks % cluster
     if idle * _LEAST_BUSY <= blocks:
@@ -429,7 +533,8 @@ def _num_sms_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) ->
 
 
 def _tiles_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
-    tiles = -(-problem.seqlen_q // candidate.spec.block_m) * problem.heads_q * problem.batch
+    batch = 1 if problem.is_packed else problem.batch
+    tiles = candidate.spec.m_blocks(problem) * problem.heads_q * batch
     return None if tiles <= MAX_TILES else f"{tiles} tiles exceed the grid's {MAX_TILES}"
 
 
@@ -437,6 +542,7 @@ FAMILY_RULES = (
     Rule("device", _device_rule),
     Rule("forced family", _forced_rule),
     Rule("dtype", _dtype_rule),
+    Rule("lengths", _general_rule),
     Rule("head_dim", _head_dim_rule),
     Rule("addresses", _address_rule),
 )
@@ -444,6 +550,7 @@ TILE_RULES = (
     Rule("width", _width_rule),
     Rule("dtype", _tile_dtype_rule),
     Rule("mask", _mask_rule),
+    Rule("lengths", _length_rule),
     Rule("shared memory", _shared_memory_rule),
     Rule("cluster", _cluster_rule),
     Rule("num_sms", _num_sms_rule),

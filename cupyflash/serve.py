@@ -6,14 +6,16 @@ needs only new outputs, addresses and the current stream.
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy
 
 from cupyflash import arrays
-from cupyflash.arguments import Call
+from cupyflash.arguments import Call, as_one
 from cupyflash.arrays import Array
 from cupyflash.launch import CudaBackend, EmulatedBackend, Plan, forward_launch, in_flight
+from cupyflash.params import DEVICE_LENGTHS
 from cupyflash.problem import as_int, to_bshd
 from cupyflash.select import describe_problem, select
 from cupyflash.tensor import DeviceKind, DType
@@ -21,8 +23,12 @@ from cupyflash.tensor import DeviceKind, DType
 MAX_CONFIGURATIONS = 4096
 """How many are remembered before all are forgotten: a decoder meets a new length at every step."""
 
-Pointers = tuple[int, int, int, int]
-"""Addresses of q, k, v and the caller's out (0 for none)."""
+Pointers = tuple[int, int, int, int, tuple[int, ...]]
+"""Addresses of q, k, v, the caller's out (0 for none), and the arrays of lengths."""
+
+NO_LENGTHS: tuple[None, ...] = (None,) * len(DEVICE_LENGTHS)
+_NO_ADDRESSES = (0,) * len(DEVICE_LENGTHS)
+_NOTHING: Pointers = (0, 0, 0, 0, _NO_ADDRESSES)
 
 
 class Configuration:
@@ -66,10 +72,11 @@ class Configuration:
 
     def is_apart(self, pointers: Pointers) -> bool:
         """Whether the caller's output is certainly apart from the inputs at these addresses."""
-        low, high = (bound + pointers[3] for bound in self._spans[3])
+        own = pointers[3]
+        low, high = (bound + own for bound in self._spans[3])
         return all(
             high <= first + pointer or last + pointer <= low
-            for (first, last), pointer in zip(self._spans[:3], pointers)
+            for (first, last), pointer in zip(self._spans[:3], pointers[:3])
         )
 
     def run(self, pointers: Pointers, out: Array | None, stream: Any) -> Any:
@@ -82,16 +89,16 @@ class Configuration:
             return self._launch(pointers, out, self._stream() if handle is None else handle)
 
     def _launch(self, pointers: Pointers, out: Array | None, stream: int) -> Any:
-        q, k, v, out_pointer = pointers
+        q, k, v, out_pointer, lengths = pointers
         pointer = self._adapter.pointer
         if out is None:
             out = self._new_out(self._out_shape)
             out_pointer = pointer(out)
         if not self._has_lse:
-            self.plan.run(stream, q, k, v, out_pointer, 0)
+            self.plan.run(stream, q, k, v, out_pointer, 0, *lengths)
             return out
         lse = self._new_lse(self._lse_shape)
-        self.plan.run(stream, q, k, v, out_pointer, pointer(lse))
+        self.plan.run(stream, q, k, v, out_pointer, pointer(lse), *lengths)
         return out, lse
 
 
@@ -99,13 +106,19 @@ _configurations: dict[tuple[Any, ...], Configuration] = {}
 
 
 def lookup(
-    q: Array, k: Array, v: Array, out: Array | None, settings: tuple[Any, ...]
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    settings: tuple[Any, ...],
+    lengths: tuple[Array | None, ...] = NO_LENGTHS,
 ) -> tuple[tuple[Any, ...] | None, Configuration | None, Pointers]:
     """The configuration of a call, if it has been served before.
 
     Args:
         q, k, v, out: the arrays, unchecked.
-        settings: every option that the result depends on, in the order of ``attention``.
+        settings: every other option that the result depends on, in the order of ``attention``.
+        lengths: arrays that a kernel reads on the device, in the order of ``DEVICE_LENGTHS``.
 
     Returns:
         The key to remember the call by, or None where it must not be remembered; the configuration
@@ -119,10 +132,12 @@ def lookup(
         or fast.get(type(v)) is not adapter
         or (out is not None and fast.get(type(out)) is not adapter)
     ):
-        return None, None, (0, 0, 0, 0)
+        return None, None, _NOTHING
     pointer, signature = adapter.pointer, adapter.signature
     try:
-        causal, _, window, scale, softcap, q_offset, kv_offset, _, return_lse, num_sms = settings
+        causal, _, window, scale, softcap, q_offset, kv_offset, _, return_lse, num_sms = settings[
+            :10
+        ]
         # True == 1 == 1.0 find each other in a dictionary, but no option takes all three.
         types = (
             type(causal),
@@ -133,18 +148,35 @@ def lookup(
             type(kv_offset),
             type(return_lse),
             type(num_sms),
+            *map(type, settings[10:]),
         )
-        pointers = (pointer(q), pointer(k), pointer(v), 0 if out is None else pointer(out))
+        addresses, signatures = _NO_ADDRESSES, None
+        if lengths is not NO_LENGTHS:
+            if any(x is not None and fast.get(type(x)) is not adapter for x in lengths):
+                return None, None, _NOTHING
+            addresses = tuple(0 if x is None else pointer(x) for x in lengths)
+            signatures = tuple(None if x is None else signature(x) for x in lengths)
+        own = 0 if out is None else pointer(out)
+        pointers = (pointer(q), pointer(k), pointer(v), own, addresses)
         misaligned: Any = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
         if misaligned:
-            misaligned = tuple(address & 15 for address in pointers)
+            misaligned = tuple(address & 15 for address in pointers[:4])
         out_signature = None if out is None else signature(out)
-        key = (signature(q), signature(k), signature(v), out_signature, misaligned, settings, types)
+        key = (
+            signature(q),
+            signature(k),
+            signature(v),
+            out_signature,
+            misaligned,
+            settings,
+            types,
+            signatures,
+        )
         configuration = _configurations.get(key)
     except (TypeError, RuntimeError, AttributeError):
         # Unhashable options, no address, a tensor that may record gradients, a PyTorch that does
         # not tell: resolve says what is wrong, if anything is.
-        return None, None, (0, 0, 0, 0)
+        return None, None, _NOTHING
     if out is not None and configuration is not None and not configuration.is_apart(pointers):
         configuration = None
     return key, configuration, pointers
@@ -172,7 +204,8 @@ def allocate(call: Call) -> tuple[Array, Array | None]:
     out = call.arrays.get("out")
     if out is None:
         out = adapter.empty(_out_shape(call), call.views["q"].dtype, device)
-        call.views["out"] = to_bshd(adapter.view("out", out), call.options.layout)
+        view = adapter.view("out", out)
+        call.views["out"] = as_one(view) if call.packed else to_bshd(view, call.options.layout)
     lse = None
     if call.options.return_lse:
         lse = adapter.empty(_lse_shape(call), DType.float32, device)
@@ -184,14 +217,16 @@ def _out_shape(call: Call) -> tuple[int, ...]:
     """Shape of the output in the caller's layout."""
     batch, seqlen, heads, _ = call.views["q"].shape
     head_dim = call.views["v"].shape[3]
+    if call.packed:
+        return seqlen, heads, head_dim
     if call.options.layout == "bhsd":
         return batch, heads, seqlen, head_dim
     return batch, seqlen, heads, head_dim
 
 
-def _lse_shape(call: Call) -> tuple[int, int, int]:
+def _lse_shape(call: Call) -> tuple[int, ...]:
     batch, seqlen, heads, _ = call.views["q"].shape
-    return batch, heads, seqlen
+    return (heads, seqlen) if call.packed else (batch, heads, seqlen)
 
 
 def run_on_device(call: Call, key: tuple[Any, ...] | None) -> Any:
@@ -210,7 +245,13 @@ def run_on_device(call: Call, key: tuple[Any, ...] | None) -> Any:
             stream = adapter.current_stream(device)
         out, lse = allocate(call)
         if choice is not None:
-            launch = forward_launch(call.problem, choice.spec, backend.info, call.views, stream)
+            if call.problem.lengths and os.environ.get("CUPYFLASH_CHECK") == "1":
+                check_lengths(call)
+                key = None  # the short way does not check
+            launch = forward_launch(
+                *(call.problem, choice.spec, backend.info, call.views, stream),
+                clear_out=call.options.out is None,
+            )
             if isinstance(backend, CudaBackend):
                 _launch_on_gpu(call, backend.plan(launch), key)
             else:
@@ -231,6 +272,36 @@ def _launch_on_gpu(call: Call, plan: Plan, key: tuple[Any, ...] | None) -> None:
         if len(_configurations) >= MAX_CONFIGURATIONS:
             _configurations.clear()
         _configurations[key] = Configuration(call, plan)
+
+
+def check_lengths(call: Call) -> None:
+    """CUPYFLASH_CHECK=1: waits for the GPU and reads the lengths that a kernel will read.
+
+    Raises:
+        ValueError: a length that the kernel would clamp.
+    """
+    problem, host = call.problem, call.adapter.to_numpy
+    lengths = {name: host(call.arrays[name]) for name in problem.lengths}
+    for suffix, rows in (("q", problem.rows_q), ("kv", problem.rows_kv)):
+        spans = numpy.full(problem.batch, rows)
+        starts = lengths.get(f"cu_seqlens_{suffix}")
+        if starts is not None:
+            spans = numpy.diff(starts)
+            if starts[0] != 0 or (spans < 0).any() or starts[-1] > rows:
+                raise ValueError(
+                    f"cu_seqlens_{suffix}: expected 0 first, no decrease and at most {rows}, the "
+                    f"rows of the array, at the end, got {_brief(starts)}"
+                )
+            bound = getattr(call.options, f"max_seqlen_{suffix}")
+            if bound is not None and spans.max(initial=0) > bound:
+                raise ValueError(
+                    f"max_seqlen_{suffix}: {bound} is less than the longest sequence, {spans.max()}"
+                )
+        used = lengths.get(f"seqused_{suffix}")
+        if used is not None and ((used < 0) | (used > spans)).any():
+            raise ValueError(
+                f"seqused_{suffix}: expected lengths from 0 to {_brief(spans)}, got {_brief(used)}"
+            )
 
 
 # --- the CPU --------------------------------------------------------------------------------------

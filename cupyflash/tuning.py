@@ -48,6 +48,8 @@ class Tile:
         scheduler: ``single`` (one tile a block) or ``persistent`` (tiles dealt out statically).
         options: the family's own parameters that differ from their defaults.
         masks, dtypes: mask kinds and element types that this row serves.
+        max_seqlen: longest queries and keys that it serves, for tiles that win where there are few
+            blocks; None: any.
         reason: why this row and not another: what was measured, on what.
         date: when that was.
     """
@@ -66,6 +68,7 @@ class Tile:
     options: tuple[tuple[str, int], ...] = ()
     masks: tuple[str, ...] = MASKS
     dtypes: tuple[DType, ...] = DTYPES
+    max_seqlen: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +83,8 @@ class Family:
             ``ForwardLayout<Config>::kBytes`` in every translation unit.
         uses_tma: whether tensors travel by TMA (and so must be legal for it).
         map_rows: rows of the q and out boxes; k and v boxes have ``block_n`` rows.
+        general: whether it comes in general kernels too, which read lengths on the device and cap
+            scores.
         sets_registers: whether the kernel moves registers between its warps (setmaxnreg), which
             hangs unless ptxas gave it exactly what its launch bounds allow.
     """
@@ -90,6 +95,7 @@ class Family:
     shared_bytes: Callable[[Tile], int]
     uses_tma: bool = False
     map_rows: int = 0
+    general: bool = False
     sets_registers: bool = False
 
     def device_bytes(self, tile: Tile) -> int:
@@ -165,6 +171,7 @@ SM80 = Family(
         Option("HideThread", 0, "hide"),
     ),
     shared_bytes=_sm80_shared_bytes,
+    general=True,
     tiles=(
         # Figures: bf16, TFLOP/s at 16k tokens, full / causal, this code on an H200 (FA2: PyTorch,
         # same run). Two blocks of 4 warps an SM beat one of 8, and then one stage is enough.
@@ -199,17 +206,24 @@ SM80 = Family(
 # --- sm90: TMA, wgmma, warp specialisation --------------------------------------------------------
 
 
+_TICKETS = 2
+
+
 def _sm90_shared_bytes(tile: Tile) -> int:
-    """The Q ring, the K and V rings, the output tile where it has its own, then barriers: two a
-    consumer warpgroup and Q stage, four a K and V stage."""
+    """The Q ring, the K and V rings, the output tile where it has its own, the tiles that the
+    scheduler deals out, two tickets; then barriers: two a consumer warpgroup and Q stage, four a K
+    and V stage, two a tile and a ticket."""
     warpgroups = SM90.option(tile, "ConsumerWarpgroups")
     q_stages = SM90.option(tile, "QStages")
     out_bytes = _tile_bytes(tile.block_m, tile.head_dim_v) * SM90.option(tile, "OutBuffer")
-    barriers = 2 * warpgroups * q_stages + 4 * tile.stages
+    slots = SM90.option(tile, "TileSlots")
+    barriers = 2 * warpgroups * q_stages + 4 * tile.stages + 2 * slots + 2 * _TICKETS
     return (
         q_stages * _tile_bytes(tile.block_m, tile.head_dim_qk)
         + _kv_ring_bytes(tile)
         + out_bytes
+        + slots * 48
+        + 16
         + BARRIER_BYTES * barriers
     )
 
@@ -224,6 +238,7 @@ def _sm90(
     reason: str,
     cluster: int = 1,
     masks: tuple[str, ...] = MASKS,
+    max_seqlen: int | None = None,
     **options: int,
 ) -> Tile:
     """One consumer warpgroup for every 64 queries, and the producer's."""
@@ -239,13 +254,16 @@ def _sm90(
         scheduler="persistent",
         options=(("ConsumerWarpgroups", warpgroups), *options.items()),
         masks=masks,
+        max_seqlen=max_seqlen,
         reason=reason,
         date=date,
     )
 
 
 _PAIRS: dict[str, Any] = {"cluster": 2, "masks": ("none",)}
-"""Blocks in pairs that load K and V for each other."""
+"""Blocks in pairs, on neighbouring queries, that load K and V for each other."""
+_HEADS: dict[str, Any] = {"cluster": 2, "masks": ("causal",), "PairHeads": 1}
+"""Blocks in pairs, on the same queries of two heads that share K and V."""
 _OWN_OUTPUT: dict[str, Any] = {"OutBuffer": 1, "QStages": 2}
 """An output tile and a second Q stage of their own: tiles of one CTA overlap."""
 
@@ -257,30 +275,44 @@ SM90 = Family(
         Option("PingPong", 1, "pingpong"),
         Option("OutBuffer", 0),
         Option("QStages", 1),
+        Option("PairHeads", 0, "heads"),
+        Option("TileSlots", 3, "slots"),
     ),
     shared_bytes=_sm90_shared_bytes,
     uses_tma=True,
     map_rows=64,
+    general=True,
     sets_registers=True,
     tiles=(
         # Figures: bf16, TFLOP/s at 16k, 4k, 1k tokens, one sustained run on an H200. Pairs of
-        # blocks gain where both visit the same keys; under a mask they wait for each other.
+        # blocks on neighbouring queries gain where both visit the same keys; under a mask they wait
+        # for each other. Pairs of heads always do; at head_dim 128, 64 heads over 8, causal, 16k:
+        # 714 against 680 alone.
         #   widths      m    n  S  date          reason
-        _sm90( 64,  64, 192, 128, 2, "2026-11-29", "571 520 423; alone 571 509 423",
+        _sm90( 64,  64, 192, 128, 2, "2026-11-29", "564 535 458; alone 554 534 455",
               **_PAIRS, **_OWN_OUTPUT),
-        _sm90( 64,  64, 192, 128, 2, "2026-11-29", "causal 527 482 298; 128x128 457 430 311",
+        _sm90( 64,  64, 128, 128, 2, "2026-11-29", "causal - 455 343; 192x128 543 486 325",
+              max_seqlen=1536, masks=("causal",), **_OWN_OUTPUT),
+        _sm90( 64,  64, 192, 128, 2, "2026-11-29", "pairs of heads", **_HEADS, **_OWN_OUTPUT),
+        _sm90( 64,  64, 192, 128, 2, "2026-11-29", "causal 543 486 325; 128x128 457 455 343",
               **_OWN_OUTPUT),
+        _sm90( 96,  96, 128, 128, 2, "2026-11-29", "causal 574 530 380; 192x96 632 549 347",
+              max_seqlen=1536, masks=("causal",), **_OWN_OUTPUT),
+        _sm90( 96,  96, 192,  96, 2, "2026-11-29", "pairs of heads", **_HEADS, **_OWN_OUTPUT),
         _sm90( 96,  96, 192,  96, 2, "2026-11-29", "causal 632 549 347; 128x128 574 530 380",
               **_OWN_OUTPUT),
         _sm90(128, 128, 128, 128, 2, "2026-11-29", "703 647 587; alone 20 to 40 less",
               **_PAIRS, **_OWN_OUTPUT),
-        _sm90(128, 128, 128, 128, 2, "2026-11-29", "causal 658 617 443; in pairs 657 597 427",
+        _sm90(128, 128, 128, 128, 2, "2026-11-29", "pairs of heads", **_HEADS, **_OWN_OUTPUT),
+        _sm90(128, 128, 128, 128, 2, "2026-11-29", "causal 681 653 464; in pairs 671 588 438",
               **_OWN_OUTPUT),
-        _sm90(192, 128, 128, 128, 2, "2026-11-29", "causal 704 618 444; in pairs no faster"),
+        _sm90(192, 128, 128, 128, 2, "2026-11-29", "pairs of heads", **_HEADS),
+        _sm90(192, 128, 128, 128, 2, "2026-11-29", "causal 8k 682; in pairs 688"),
         _sm90(192, 192, 128, 112, 2, "2026-11-29", "216 KB, the largest that fits; not timed"),
         _sm90(256, 256, 128,  80, 2, "2026-11-29", "767 684 597; alone 10 to 25 less",
               **_PAIRS),
-        _sm90(256, 256, 128,  64, 2, "2026-11-29", "causal 708 632 486; 128x80 707 595 471",
+        _sm90(256, 256, 128,  64, 2, "2026-11-29", "pairs of heads", **_HEADS),
+        _sm90(256, 256, 128,  64, 2, "2026-11-29", "causal 713 640 460; in pairs 708 608 435",
               masks=("causal", "window")),
         _sm90(256, 256, 128,  80, 2, "2026-11-29", "224 KB, the largest that fits",
               masks=("none",)),
@@ -316,6 +348,7 @@ SM100 = Family(
     shared_bytes=_sm100_shared_bytes,
     uses_tma=True,
     map_rows=128,
+    general=True,
     sets_registers=True,
     tiles=(
         _sm100(64, 4, "2026-11-29", "two key blocks, 4000 clocks of softmax; never run on a GPU"),
@@ -325,3 +358,12 @@ SM100 = Family(
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (SM100, SM90, SM80)}
 """Kernel families, the preferred one first."""
+
+
+# --- any: kernels without tiles -------------------------------------------------------------------
+
+MERGE_DTYPES = (DType.bfloat16, DType.float16, DType.float32)
+"""Element types of parts that ``merge`` takes on a GPU."""
+MERGE_THREADS = 256
+MERGE_BLOCKS = 4
+"""Threads of a block of the merge, and blocks an SM: 32 warps, 64 registers a thread; not timed."""

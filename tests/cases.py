@@ -262,6 +262,11 @@ _EMULATED = (
     _emulated("causal_top_left_more_queries", 300, 150, causal=True, align="top_left"),
     _emulated("right_bound_only", 150, 150, window=(None, 9)),
     _emulated("causal_dominant_key", 130, 260, causal=True, data="dominant"),
+    _emulated("causal_long_ring_wraps", 400, 1700, WRAP, heads_q=3, causal=True),
+    _emulated("causal_long", 200, 1600, RACE, causal=True, padded=True),
+    _emulated("causal_pairs_ring_wrap", 400, 700, WRAP, heads_q=8, heads_kv=2, causal=True),
+    _emulated("causal_pairs", 200, 300, RACE, heads_q=4, heads_kv=2, causal=True, padded=True),
+    _emulated("causal_pairs_no_keys", 300, 40, RACE, heads_q=4, heads_kv=2, causal=True),
     # -- bfloat16, head_dim 64, window
     _emulated("window_ring_wraps", 400, 900, WRAP, heads_q=3, window=(650, 40)),
     _emulated("window_narrow", 300, 300, RACE, window=(3, 1), padded=True),
@@ -424,11 +429,235 @@ FORWARD: tuple[Case, ...] = (
 )
 
 
+# --- general problems: lengths on the device, offsets of each sequence, capped scores -------------
+
+
+@dataclass(frozen=True)
+class GeneralCase:
+    """One forward problem whose sequences differ.
+
+    Attributes:
+        lens_q, lens_kv: rows of each sequence in the arrays; all equal unless ``packed``.
+        packed: whether the arrays are packed, with ``cu_seqlens_*``.
+        used_q, used_kv: ``seqused_*``, or None. Rows past them are NaN.
+        q_offset, kv_offset: one a sequence, one for all, or None.
+        extra: packed rows behind the last sequence, NaN.
+        hints: whether ``max_seqlen_*`` are given.
+    """
+
+    name: str
+    lens_q: tuple[int, ...]
+    lens_kv: tuple[int, ...]
+    packed: bool = True
+    used_q: tuple[int, ...] | None = None
+    used_kv: tuple[int, ...] | None = None
+    q_offset: tuple[int, ...] | int | None = None
+    kv_offset: tuple[int, ...] | int | None = None
+    heads_q: int = 2
+    heads_kv: int = 1
+    head_dim: int = 64
+    head_dim_v: int | None = None
+    dtype: str = "bfloat16"
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    align: str = "bottom_right"
+    softcap: float = 0.0
+    extra: int = 5
+    hints: bool = False
+    data: str = "normal"
+    tags: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def batch(self) -> int:
+        return len(self.lens_q)
+
+    @property
+    def _used(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.used_q or self.lens_q, self.used_kv or self.lens_kv
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments but for the arrays of lengths."""
+        options: dict[str, Any] = {"causal": self.causal, "align": self.align}
+        if self.window is not None:
+            options["window"] = self.window
+        if self.softcap:
+            options["softcap"] = self.softcap
+        for name in ("q_offset", "kv_offset"):
+            if isinstance(getattr(self, name), int):
+                options[name] = getattr(self, name)
+        if self.packed and self.hints:
+            options["max_seqlen_q"] = max(self.lens_q, default=0)
+            options["max_seqlen_kv"] = max(self.lens_kv, default=0)
+        return options
+
+    @property
+    def lengths(self) -> dict[str, NDArray]:
+        """The arrays of lengths, int32."""
+        found: dict[str, Any] = {}
+        if self.packed:
+            found["cu_seqlens_q"] = np.cumsum([0, *self.lens_q])
+            found["cu_seqlens_kv"] = np.cumsum([0, *self.lens_kv])
+        found["seqused_q"], found["seqused_kv"] = self.used_q, self.used_kv
+        for name in ("q_offset", "kv_offset"):
+            if isinstance(getattr(self, name), tuple):
+                found[name] = getattr(self, name)
+        return {name: np.array(x, np.int32) for name, x in found.items() if x is not None}
+
+    @cached_property
+    def inputs(self) -> tuple[NDArray, NDArray, NDArray]:
+        """q, k and v; NaN in every row that belongs to no sequence."""
+        rng = np.random.default_rng(zlib.crc32(self.name.encode()))
+        arrays = [
+            self._rows(lens, heads, width, np.nan)
+            for lens, heads, width in (
+                (self.lens_q, self.heads_q, self.head_dim),
+                (self.lens_kv, self.heads_kv, self.head_dim),
+                (self.lens_kv, self.heads_kv, self.value_dim),
+            )
+        ]
+        for b in range(self.batch):
+            q, k, v = (self.sequence(x, which, b) for x, which in zip(arrays, (0, 1, 1)))
+            values = _fill(self.data, rng, *(rng.standard_normal((1, *x.shape)) for x in (q, k, v)))
+            for x, value in zip((q, k, v), values):
+                x[...] = value[0]
+        return arrays[0], arrays[1], arrays[2]
+
+    def _rows(self, lens: tuple[int, ...], heads: int, width: int, fill: float) -> NDArray:
+        total = sum(lens) + self.extra
+        shape = (total,) if self.packed else (len(lens), max(lens, default=0))
+        return np.full((*shape, heads, width), fill, DTYPES[self.dtype])
+
+    def sequence(self, x: NDArray, which: int, b: int) -> NDArray:
+        """The rows of a sequence that count: of queries (0) or of keys (1), rows first."""
+        lens = (self.lens_q, self.lens_kv)[which]
+        used = self._used[which][b]
+        if self.packed:
+            begin = sum(lens[:b])
+            return x[begin : begin + used]
+        return x[b, :used]
+
+    def nan_output(self) -> NDArray:
+        return self._rows(self.lens_q, self.heads_q, self.value_dim, np.nan)
+
+    @cached_property
+    def _expected(self) -> tuple[reference.Expectation, ...]:
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0 if right is None else min(right, 0)
+        found = []
+        for b in range(self.batch):
+            q, k, v = (self.sequence(x, which, b)[None] for x, which in zip(self.inputs, (0, 1, 1)))
+            shift = k.shape[1] - q.shape[1] if self.align == "bottom_right" else 0
+            for offset, sign in ((self.q_offset, 1), (self.kv_offset, -1)):
+                if offset is not None:
+                    shift += sign * (offset if isinstance(offset, int) else offset[b])
+            bounds = {"left": left, "right": right, "shift": shift, "softcap": self.softcap}
+            found.append(reference.expect(q, k, v, **bounds))
+        return tuple(found)
+
+    def problem_with(self, out: NDArray, lse: NDArray, cleared: bool) -> str | None:
+        """What is wrong with a result, or None.
+
+        Args:
+            out: as the call returned it.
+            lse: [heads, total] or [batch, heads, seqlen].
+            cleared: whether rows of no sequence must be 0; otherwise they must still be NaN.
+        """
+        by_row = lse.T if self.packed else lse.transpose(0, 2, 1)
+        rest_out, rest_lse = out.astype(np.float32), by_row.copy()
+        for b, expected in enumerate(self._expected):
+            rows = self.sequence(out, 0, b)[None]
+            row_lse = self.sequence(by_row, 0, b)[None].transpose(0, 2, 1)
+            comparison = expected.compare(rows, row_lse)
+            if not comparison.ok:
+                return f"sequence {b}: {comparison.problem}"
+            self.sequence(rest_out, 0, b)[...] = 0 if cleared else np.nan
+            self.sequence(rest_lse, 0, b)[...] = -np.inf
+        if cleared and (rest_out != 0).any():
+            return "rows of no sequence are not 0"
+        if not cleared and not np.isnan(rest_out).all():
+            return "rows of no sequence were written"
+        return None if np.isneginf(rest_lse).all() else "lse of rows of no sequence is not -inf"
+
+
+def _general(name: str, lens_q: Any, lens_kv: Any, *tags: str, **fields: Any) -> GeneralCase:
+    return GeneralCase(name, tuple(lens_q), tuple(lens_kv), tags=frozenset(tags), **fields)
+
+
+GENERAL: tuple[GeneralCase, ...] = (
+    _general("packed", (100, 1, 0, 300), (300, 0, 5, 129), EMULATED, RACE),
+    _general("packed_causal", (100, 1, 0, 70), (100, 1, 0, 170), EMULATED, RACE, causal=True),
+    _general(
+        "packed_causal_pairs", (130, 70), (130, 70), EMULATED, RACE,
+        heads_q=4, heads_kv=2, causal=True, hints=True,
+    ),
+    _general("packed_ring_wraps", (300, 400), (900, 1000), EMULATED, heads_q=3, causal=True),
+    _general("packed_nothing", (), (), EMULATED),
+    _general("packed_no_extra_rows", (64, 128), (128, 64), EMULATED, extra=0),
+    _general(
+        "packed_used", (100, 5, 200), (300, 40, 129), EMULATED, RACE,
+        causal=True, used_q=(90, 0, 128), used_kv=(256, 40, 1),
+    ),
+    _general(
+        "padded_used", (150,) * 3, (260,) * 3, EMULATED, RACE,
+        packed=False, used_q=(150, 0, 70), used_kv=(260, 33, 0),
+    ),
+    _general("padded_used_keys", (1,) * 4, (300,) * 4, EMULATED, packed=False,
+             used_kv=(1, 300, 0, 129), heads_q=8, heads_kv=2, causal=True),
+    _general("padded_used_queries", (150,) * 2, (60,) * 2, EMULATED, packed=False,
+             used_q=(3, 129), causal=True),
+    _general(
+        "offsets", (100, 5, 200), (300, 40, 129), EMULATED,
+        causal=True, align="top_left", q_offset=(3, 0, 50), kv_offset=(0, 2, 0),
+    ),
+    _general("offset_for_all", (70, 80), (70, 80), EMULATED, causal=True, q_offset=9, kv_offset=2),
+    _general("far_offsets", (70, 80), (70, 80), EMULATED, causal=True, align="top_left",
+             q_offset=(2**31 - 1, -(2**31)), kv_offset=(2**31 - 1, 0)),
+    _general("packed_window", (100, 5, 200), (300, 40, 129), EMULATED, RACE, window=(30, 5)),
+    _general("packed_window_open", (100, 200), (150, 100), EMULATED, window=(60, None)),
+    _general("softcap", (100, 200), (100, 200), EMULATED, RACE, causal=True, softcap=2.0),
+    _general("softcap_large_scores", (100,), (300,), EMULATED, softcap=30.0, data="large"),
+    _general("softcap_very_large", (60,), (300,), EMULATED, softcap=1e6),
+    _general("softcap_dense", (90,) * 2, (200,) * 2, EMULATED, packed=False, softcap=5.0),
+    _general("packed_rising", (64, 300), (600, 300), EMULATED, RACE, data="rising", causal=True),
+    _general("packed_f16_d128", (70, 200), (90, 260), EMULATED, head_dim=128, dtype="float16",
+             causal=True, softcap=20.0),
+    _general("packed_long", (1000, 3, 300, 1, 600), (1000, 3, 300, 900, 600), head_dim=128,
+             heads_q=8, heads_kv=2, causal=True),
+    _general("packed_many", tuple(n % 37 for n in range(150)), tuple(n % 41 for n in range(150)),
+             causal=True),
+    *(
+        _general(f"packed_{head_dim}_{dtype}_{kind}", (150, 1, 333), (260, 77, 333),
+                 head_dim=head_dim, dtype=dtype, causal=kind == "causal",
+                 window=(100, 0) if kind == "window" else None,
+                 heads_q=4, heads_kv=2, softcap=10.0 if head_dim % 3 else 0.0)
+        for head_dim in (40, 64, 96, 128, 192, 256)
+        for dtype in ("float16", "bfloat16")
+        for kind in ("full", "causal", "window")
+    ),
+    _general("packed_value_dim", (150, 333), (260, 333), head_dim=192, head_dim_v=128,
+             causal=True),
+)  # fmt: skip
+
+
+def tagged_general(*tags: str) -> tuple[GeneralCase, ...]:
+    """The general cases that carry every one of these tags."""
+    return tuple(case for case in GENERAL if case.tags.issuperset(tags))
+
+
 def tagged(*tags: str) -> tuple[Case, ...]:
     """The cases that carry every one of these tags."""
     return tuple(case for case in FORWARD if case.tags.issuperset(tags))
 
 
-_names = [case.name for case in FORWARD]
+_names = [case.name for case in (*FORWARD, *GENERAL)]
 if len(set(_names)) != len(_names):
     raise ValueError("two forward cases share a name")

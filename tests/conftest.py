@@ -81,3 +81,25 @@ def pytest_make_parametrize_id(config, val, argname):
     if " at 0x" in repr(val):
         return getattr(val, "__name__", type(val).__name__)
     return None
+
+
+def native_family() -> str:
+    """The family that serves the current GPU by itself."""
+    import cupy
+
+    major = int(cupy.cuda.Device().compute_capability) // 10
+    return {8: "sm80", 9: "sm90", 10: "sm100"}.get(major, "sm80")
+
+
+@pytest.fixture(params=["native", "sm80"])
+def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Run with the GPU's own family, then with the one that runs everywhere."""
+    name = native_family() if request.param == "native" else request.param
+    if request.param == "sm80" and native_family() == "sm80":
+        pytest.skip("sm80 is the GPU's own family")
+    monkeypatch.setenv("CUPYFLASH_FAMILY", name)
+    from cupyflash.serve import forget_configurations
+
+    forget_configurations()
+    yield name
+    forget_configurations()

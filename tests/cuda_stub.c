@@ -3,12 +3,19 @@
  * Two devices. A context is 0x1000 + device, a function is 0x2000 + the device of the context that
  * was current when it was loaded. A tensor map holds its own description, so that a test reads back
  * from the parameter struct of a launch what was encoded into it. */
+#include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default")))
 
-enum { SUCCESS = 0, INVALID_VALUE = 1, INVALID_IMAGE = 200, CAPTURE_IMPLICIT = 906 };
+enum {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    CAPTURE_IMPLICIT = 906,
+};
 enum { PARAMS_BYTES = 1024, NUM_DEVICES = 2 };
 
 typedef struct {
@@ -40,6 +47,9 @@ typedef struct {
     uint64_t relaxed_loads;
     uint64_t capturing_stream, fail_launch_with;
     uint64_t waiting_stream, event_stream;
+    uint64_t allocations, allocated_bytes, allocated_in, relaxed_allocations;
+    uint64_t cleared_from, cleared_bytes, cleared_with, cleared_on, awaited_stream;
+    uint64_t open_streams, fail_clear_with;
     uint8_t params[PARAMS_BYTES];
     uint64_t params_bytes;
 } Log;
@@ -183,6 +193,37 @@ EXPORT int cuLaunchKernelEx(const LaunchConfig *config, uint64_t function, void 
     }
     memcpy(record.params, params[0], record.params_bytes);
     return (int)record.fail_launch_with;
+}
+
+/* Memory that nobody touches: each allocation of a device lies 1 GiB behind the one before. */
+EXPORT int cuMemAlloc_v2(uint64_t *address, size_t bytes) {
+    if (!current()) return INVALID_CONTEXT;
+    *address = 0x500000000000u + ((current() & 0xf) << 40) + (++record.allocations << 30);
+    record.allocated_bytes = bytes;
+    record.allocated_in = current();
+    record.relaxed_allocations += capture_mode == 2;
+    return SUCCESS;
+}
+EXPORT int cuStreamCreate(uint64_t *stream, unsigned flags) {
+    *stream = 0x6000;
+    ++record.open_streams;
+    return flags == 1 ? SUCCESS : INVALID_VALUE; /* a blocking one would wait for stream 0 */
+}
+EXPORT int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, uint64_t stream) {
+    if (stream != 0x6000 || !record.open_streams) return INVALID_VALUE;
+    record.cleared_from = address;
+    record.cleared_bytes = bytes;
+    record.cleared_with = value;
+    record.cleared_on = stream;
+    return (int)record.fail_clear_with;
+}
+EXPORT int cuStreamSynchronize(uint64_t stream) {
+    record.awaited_stream = stream;
+    return SUCCESS;
+}
+EXPORT int cuStreamDestroy_v2(uint64_t stream) {
+    --record.open_streams;
+    return stream == 0x6000 ? SUCCESS : INVALID_VALUE;
 }
 
 EXPORT int cuStreamIsCapturing(uint64_t stream, int *status) {

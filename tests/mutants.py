@@ -20,7 +20,7 @@ TARGETS = {"sm80": "sm_80", "sm90": "sm_90a", "sm100": "sm_100f"}
 # blocks than any ring has slots, because most waits matter only on the second trip; and scores
 # whose maximum grows on the way, because rescaled and repeated blocks have waits of their own.
 # Tiles of one block let sm100's softmax run ahead of its output; with head_dim 256, sm90's output
-# takes the place of its queries.
+# takes the place of its queries; in pairs of heads one CTA claims tiles for both.
 CASES = tuple(
     next(case for case in cases.tagged(cases.EMULATED) if case.name == name)
     for name in (
@@ -30,6 +30,8 @@ CASES = tuple(
         "causal_falling_ring_wraps",
         "many_tiles_of_one_block",
         "f16_d256_ring_wraps",
+        "causal_pairs_ring_wrap",
+        "causal_long_ring_wraps",
     )
 )
 NUM_SMS = 1

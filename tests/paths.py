@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.cases import Case, Placed
+from tests.cases import Case, GeneralCase, Placed
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,24 @@ def run(path: Path, case: Case, **more: Any) -> tuple[NDArray, NDArray]:
     if case.layout == "bhsd":
         values = values.transpose(0, 2, 1, 3)
     return values, path.numpy(lse)
+
+
+def run_general(
+    path: Path, case: GeneralCase, given_output: bool, **more: Any
+) -> tuple[NDArray, NDArray]:
+    """The public call for a general case, into an output full of NaN or one allocated by it.
+
+    Returns:
+        out as the call returns it, and lse.
+    """
+    import cupyflash
+
+    arrays = [path.array(x) for x in case.inputs]
+    options = {name: path.array(x) for name, x in case.lengths.items()}
+    if given_output:
+        options["out"] = path.array(case.nan_output())
+    out, lse = cupyflash.attention(*arrays, return_lse=True, **options, **case.options, **more)
+    return path.numpy(out), path.numpy(lse)
 
 
 def bf16(x: Any) -> NDArray:

@@ -14,12 +14,14 @@ import pytest
 
 import cupyflash
 from cupyflash import api, arguments, emulate, launch
-from cupyflash.params import FORWARD
+from cupyflash.params import DEVICE_LENGTHS, FORWARD
 from cupyflash.tensor import DType
 from tests.test_launch import (  # noqa: F401 - fixtures
     FakeArray,
+    addresses,
     fake_cupy,
     fake_inputs,
+    int32,
     library_path,
     stub,
     stub_path,
@@ -69,9 +71,27 @@ TOGETHER_WITH = {
 }
 REFUSED_ON_CPU = {"q_scale", "k_scale", "v_scale", "out_scale", "out_dtype", "num_sms", "stream"}
 REFUSED_ON_CPU |= {"max_seqlen_q", "max_seqlen_kv"}  # by the value chosen
-REFUSED_ON_GPU = {"q_scale", "k_scale", "v_scale", "out_scale", "out_dtype", "softcap"}
-REFUSED_ON_GPU |= {"cu_seqlens_q", "cu_seqlens_kv", "max_seqlen_q", "max_seqlen_kv"}
-REFUSED_ON_GPU |= {"seqused_q", "seqused_kv"}
+REFUSED_ON_GPU = {"q_scale", "k_scale", "v_scale", "out_scale", "out_dtype"}
+
+
+def on_a_device(name, batch, lengths, total):
+    """The options of a call on a GPU, and those with ``name`` changed.
+
+    Args:
+        name: the option.
+        batch: sequences of arrays that are not packed.
+        lengths: makes an int32 array of so many entries on the device. What is in it only the
+            kernel sees: another array is another address in its parameters.
+        total: rows of packed arrays.
+    """
+    if name.startswith(("cu_seqlens", "max_seqlen")):
+        plain = {"cu_seqlens_q": lengths(3), "cu_seqlens_kv": lengths(3)}
+        bound = max(FLIPPED[name], total // 2) if name.startswith("max") else None
+        return plain, {**plain, name: lengths(3) if bound is None else bound}
+    plain = TOGETHER_WITH.get(name, {})
+    if name.startswith("seqused"):
+        return plain, {**plain, name: lengths(batch)}
+    return plain, {**plain, name: FLIPPED[name]}
 
 
 def test_the_options_are_the_arguments_of_attention():
@@ -135,7 +155,6 @@ def test_no_option_is_ignored_on_the_cpu(name):
 @pytest.mark.parametrize("name", sorted(OPTIONS))
 def test_no_option_is_ignored_on_a_gpu(name, stub, fake_cupy):  # noqa: F811
     q, k, v = fake_inputs()
-    more = {} if name in REFUSED_ON_GPU else TOGETHER_WITH.get(name, {})
     value = FLIPPED[name]
     cupyflash.attention(q, k, v)  # so that the short way is open
     launches = stub.log.launches
@@ -163,9 +182,13 @@ def test_no_option_is_ignored_on_a_gpu(name, stub, fake_cupy):  # noqa: F811
         value = FakeArray(q.shape, q.dtype)
         assert observed(out=value)[-1] == value.data.ptr
         return
-    plain = observed(**more)[:-1]
+    given, changed = on_a_device(name, 2, int32, 128)
+    if "cu_seqlens_q" in given:
+        q, k, v = (FakeArray(x.shape[1:], x.dtype) for x in (q, k, v))
+    plain = observed(**given)[:-1]
     for _ in range(2):
-        assert observed(**more, **{name: value})[:-1] != plain
+        assert observed(**changed)[:-1] != plain
+        assert observed(**given)[:-1] == plain
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS))
@@ -176,7 +199,6 @@ def test_no_option_is_ignored_on_an_emulated_device(name, monkeypatch):
     monkeypatch.setattr(device, "run", launches.append)
     lengths = (400, 600, 600)
     q, k, v = (device.empty((1, n, 4, 64), ml_dtypes.bfloat16) for n in lengths)
-    more = {} if name in REFUSED_ON_GPU else TOGETHER_WITH.get(name, {})
     value = FLIPPED[name]
     if name in REFUSED_ON_GPU or name == "stream":
         with pytest.raises((cupyflash.UnsupportedError, TypeError), match=name):
@@ -187,8 +209,13 @@ def test_no_option_is_ignored_on_an_emulated_device(name, monkeypatch):
         value = device.empty(q.shape, q.dtype)
     if name == "layout":
         k = v = q
-    plain = cupyflash.attention(q, k, v, **more)
-    result = cupyflash.attention(q, k, v, **more, **{name: value})
+    given, changed = on_a_device(name, 1, lambda n: device.empty((n,), numpy.int32), 400)
+    if "cu_seqlens_q" in given:
+        q, k, v = (device.empty(x.shape[1:], x.dtype) for x in (q, k, v))
+    if name == "out":
+        changed = {"out": value}
+    plain = cupyflash.attention(q, k, v, **given)
+    result = cupyflash.attention(q, k, v, **changed)
     if name == "out":
         assert result is value and result is not plain
         assert launches[1].pointers[3] == value.pointer
@@ -199,6 +226,21 @@ def test_no_option_is_ignored_on_an_emulated_device(name, monkeypatch):
     for scalars, *_ in (first, second):
         del scalars["out"], scalars["lse"]
     assert first != second
+
+
+@pytest.mark.parametrize("name", DEVICE_LENGTHS)
+def test_lengths_belong_beside_the_arrays(name, stub, fake_cupy):  # noqa: F811
+    """A GPU kernel reads no memory of the host, and no list."""
+    q, k, v = fake_inputs()
+    more = {}
+    if name.startswith("cu_seqlens"):
+        q, k, v = (FakeArray(x.shape[1:], x.dtype) for x in (q, k, v))
+        more = {"cu_seqlens_q": int32(3), "cu_seqlens_kv": int32(3)}
+    for given in (numpy.array([0, 1, 2][-2 - (len(more) > 0) :], numpy.int32), [0, 1]):
+        for _ in range(2):
+            with pytest.raises(TypeError, match=name):
+                cupyflash.attention(q, k, v, **{**more, name: given})
+    assert stub.log.launches == 0
 
 
 def test_explain_says_that_an_empty_problem_launches_nothing(stub, fake_cupy):  # noqa: F811
@@ -262,13 +304,43 @@ def test_a_raw_kernel_is_complete(stub, fake_cupy, monkeypatch):  # noqa: F811
     assert loaded == [b"ELF"] and stub.log.launches == 0
     (params,) = raw.args
     assert isinstance(params, numpy.void) and params.dtype == FORWARD.dtype
-    assert [int(params[name]) for name in launch.TENSORS] == [
-        array.data.ptr for array in (q, k, v, raw.out, raw.lse)
-    ]
+    assert [int(params[name]) for name in launch.TENSORS] == addresses(
+        *(array.data.ptr for array in (q, k, v, raw.out, raw.lse))
+    )
+    assert raw.inputs == (q, k, v) and raw.tile_counter is None and params["tile_counter"] == 0
+    assert params["clear_out"] == 1
     assert any(params["q_map"].tobytes()), "encoded"
     assert raw.kernel.max_dynamic_shared_size_bytes == raw.shared_bytes
     with pytest.raises(ValueError, match="stream"):
         cupyflash.raw_kernel(q, k, v, stream=0)
+
+
+def test_a_raw_kernel_has_a_counter_and_no_clusters(stub, fake_cupy, monkeypatch):  # noqa: F811
+    """CuPy launches no clusters; blocks that claim tiles do so from an array of this kernel."""
+    fake_cupy.RawModule = lambda path: types.SimpleNamespace(
+        get_function=lambda name: types.SimpleNamespace(name=name)
+    )
+    fake_cupy.zeros = lambda entries, dtype: FakeArray((entries,), dtype)
+    monkeypatch.setattr(api, "default_driver", lambda: stub.driver)
+    monkeypatch.setattr(api, "default_cache", launch.default_cache)
+    q, k, v = (FakeArray((4, 4096, heads, 128), ml_dtypes.bfloat16) for heads in (16, 2, 2))
+    used = int32(4)
+    for options in ({}, {"causal": True}, {"causal": True, "seqused_kv": used}):
+        cupyflash.attention(q, k, v, **options)
+        assert stub.log.cluster == 2, "of kernels that we launch"
+        raw = cupyflash.raw_kernel(q, k, v, **options)
+        assert "c2_" not in raw.kernel.name
+        (params,) = raw.args
+        assert raw.tile_counter.shape == (1,) and raw.tile_counter.dtype == numpy.int32
+        assert params["tile_counter"] == raw.tile_counter.data.ptr
+        lengths = [used] if "seqused_kv" in options else []
+        assert list(raw.inputs) == [q, k, v, *lengths]
+        assert params["seqused_kv"] == (used.data.ptr if lengths else 0)
+    allocations = stub.log.allocations
+    out = FakeArray(q.shape, q.dtype)
+    (params,) = cupyflash.raw_kernel(q, k, v, seqused_q=used, out=out).args
+    assert params["clear_out"] == 0 and params["out"] == out.data.ptr
+    assert stub.log.allocations == allocations
 
 
 # --- types ----------------------------------------------------------------------------------------
@@ -375,15 +447,13 @@ def test_small_softcaps_that_are_served():
         cupyflash.attention(wide, wide, wide, softcap=1e-320)
 
 
-def test_offsets_of_each_sequence_are_for_the_cpu(stub, fake_cupy):  # noqa: F811
+def test_offsets_of_each_sequence():
     q, k, v = (numpy.concatenate([x, x]) for x in column())
     out = cupyflash.attention(q, k, v, causal=True, q_offset=numpy.array([0, -2]))
     numpy.testing.assert_array_equal(out[0], cupyflash.attention(q, k, v, causal=True)[0])
     numpy.testing.assert_array_equal(
         out[1], cupyflash.attention(q, k, v, causal=True, q_offset=-2)[1]
     )
-    with pytest.raises(cupyflash.UnsupportedError, match="q_offset"):
-        cupyflash.attention(*fake_inputs(), q_offset=numpy.array([0, 2]))
 
 
 @pytest.mark.parametrize(
@@ -483,9 +553,3 @@ def test_parts_that_do_not_merge(outs, lses, error, words):
 def test_parts_are_floating_point_numbers():
     with pytest.raises(TypeError, match=r"outs\[0\].*int64"):
         cupyflash.merge([numpy.zeros((1, 2, 3, 4), numpy.int64)], [numpy.zeros((1, 3, 2))])
-
-
-def test_merge_on_a_gpu_is_to_come(stub, fake_cupy):  # noqa: F811
-    out, lse = FakeArray((1, 2, 3, 8), numpy.float16), FakeArray((1, 3, 2), numpy.float32)
-    with pytest.raises(cupyflash.UnsupportedError, match="merge"):
-        cupyflash.merge([out], [lse])

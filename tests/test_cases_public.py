@@ -136,103 +136,6 @@ def test_both_sides_of_a_window_count(path: Path) -> None:
     np.testing.assert_allclose(out[0, :, 0, 0], [0.5, 1, 2, 3, 4, 4.5], rtol=1e-2)
 
 
-# -- empty sequences and packed sequences (NumPy) --------------------------------------------------
-
-
-def test_sequences_of_length_zero_are_written() -> None:
-    """B07: a cache length of 0 left its row of the output unwritten."""
-    q, k, v = (random(3, s, h, 128, seed=h) for s, h in ((1, 8), (16, 2), (16, 2)))
-    out = np.full(q.shape, np.nan, q.dtype)
-    for lengths in ([5, 0, 3], [0, 0, 0]):
-        _, lse = cupyflash.attention(
-            q, k, v, out=out, seqused_kv=np.array(lengths, np.int32), return_lse=True
-        )
-        for b, length in enumerate(lengths):
-            at = slice(b, b + 1)
-            comparison = reference.compare(out[at], lse[at], q[at], k[at, :length], v[at, :length])
-            assert comparison.ok, comparison.problem
-
-
-def test_packed_sequences_some_without_queries() -> None:
-    """B08: a shortcut for max_seqlen_q = 1 broke when a sequence has no query."""
-    q = np.zeros((2, 9, 64), ml_dtypes.bfloat16)
-    k = np.zeros((8, 3, 64), ml_dtypes.bfloat16)
-    v = np.repeat(constant_rows(range(8))[0], 3, axis=1)
-    out, lse = cupyflash.attention(
-        q,
-        k,
-        v,
-        causal=True,
-        return_lse=True,
-        max_seqlen_q=1,
-        max_seqlen_kv=5,
-        cu_seqlens_q=np.array([0, 1, 1, 2], np.int32),
-        cu_seqlens_kv=np.array([0, 3, 3, 8], np.int32),
-    )
-    assert out.shape == (2, 9, 64)
-    np.testing.assert_array_equal(out[0].astype(float), 1.0)
-    np.testing.assert_array_equal(out[1].astype(float), 5.0)
-    np.testing.assert_allclose(lse, [[math.log(3), math.log(5)]] * 9, atol=1e-3)
-
-
-def test_rows_past_the_last_packed_sequence() -> None:
-    """B32: rows of the buffers that no sequence owns."""
-    starts = np.array([0, 50, 131], np.int32)
-    q, k, v = (random(160, 2, 64, seed=seed) for seed in range(3))
-    for x in (q, k, v):
-        x[131:] = np.nan
-    options = {"cu_seqlens_q": starts, "cu_seqlens_kv": starts}
-    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
-    assert (out[131:] == 0).all() and (lse[:, 131:] == -np.inf).all()
-    assert np.isfinite(out.astype(float)).all()
-    given = np.full_like(out, 3)
-    cupyflash.attention(q, k, v, out=given, **options)
-    assert (given[131:] == 3).all() and np.array_equal(given[:131], out[:131])
-
-
-def test_packed_lengths_are_right_or_refused() -> None:
-    """B34: a max_seqlen that is too small left rows uncomputed."""
-    q, k, v = (random(300, 1, 64, seed=seed) for seed in range(3))
-    starts = np.array([0, 40, 300], np.int32)
-    out = np.full(q.shape, np.nan, q.dtype)
-    try:
-        cupyflash.attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=starts,
-            cu_seqlens_kv=starts,
-            max_seqlen_q=128,
-            max_seqlen_kv=128,
-            out=out,
-        )
-    except ValueError:
-        pass
-    else:
-        for begin, end in ((0, 40), (40, 300)):
-            at = (None, slice(begin, end))
-            assert reference.compare(out[at], None, q[at], k[at], v[at]).ok
-    for wrong in ([0, 60, 40], [1, 40, 300], [0, 40, 301]):
-        with pytest.raises(ValueError, match="cu_seqlens"):
-            cupyflash.attention(
-                q, k, v, cu_seqlens_q=np.array(wrong, np.int32), cu_seqlens_kv=starts
-            )
-
-
-@pytest.mark.parametrize(
-    "lengths", [[1743, 1559], [1, 4096, 3], [129, 0, 127], [128] * 7 + [1]], ids=str
-)
-def test_packed_causal_sequences_of_different_lengths(lengths: list[int]) -> None:
-    """B35: a short sequence beside a long one hung."""
-    starts = np.cumsum([0, *lengths]).astype(np.int32)
-    q, k, v = (random(starts[-1], 1, 128, seed=seed) for seed in range(3))
-    out = cupyflash.attention(q, k, v, causal=True, cu_seqlens_q=starts, cu_seqlens_kv=starts)
-    for begin, end in zip(starts, starts[1:], strict=False):
-        at = (None, slice(begin, end))
-        one = cupyflash.attention(q[at], k[at], v[at], causal=True)
-        np.testing.assert_array_equal(out[begin:end], one[0])
-
-
 # -- sizes and index widths ------------------------------------------------------------------------
 
 
@@ -252,17 +155,6 @@ def test_65536_in_the_batch_or_in_the_heads(path: Path, heads: bool) -> None:
     np.testing.assert_array_equal(last, 65535 % 251)
     every = out[0, 0, :, 0] if heads else out[:, 0, 0, 0]
     np.testing.assert_array_equal(every, np.arange(batch) % 251)
-
-
-def test_80000_packed_sequences() -> None:
-    """B10: the same for packed sequences."""
-    count, length = 80_000, 16
-    starts = np.arange(count + 1, dtype=np.int32) * length
-    x = np.zeros((count * length, 1, 8), np.float32)
-    v = np.empty_like(x)
-    v[:] = np.repeat(np.arange(count) % 251, length)[:, None, None]
-    out = cupyflash.attention(x, x, v, cu_seqlens_q=starts, cu_seqlens_kv=starts)
-    np.testing.assert_array_equal(out, v)
 
 
 @pytest.mark.gpu
@@ -437,22 +329,6 @@ def test_an_unsupported_head_dim_lists_what_there_is(path: Path) -> None:
 # -- NaN, infinity, large numbers ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-@pytest.mark.parametrize("poisoned", ["k", "v", "kv"])
-def test_slots_past_the_used_length(poison: float, poisoned: str) -> None:
-    """B23: a masked probability is 0, but 0 * NaN is not."""
-    q = np.full((2, 1, 1, 64), 0.5, np.float16)
-    k, v = np.zeros((2, 128, 1, 64), np.float16), np.ones((2, 128, 1, 64), np.float16)
-    for b, length in enumerate((1, 3)):
-        if "k" in poisoned:
-            k[b, length:] = poison
-        if "v" in poisoned:
-            v[b, length:] = poison
-    out, lse = cupyflash.attention(q, k, v, seqused_kv=np.array([1, 3]), return_lse=True)
-    np.testing.assert_array_equal(out.astype(float), 1.0)
-    np.testing.assert_allclose(lse[:, 0, 0], np.log([1, 3]), atol=1e-3)
-
-
 @every_path
 @pytest.mark.parametrize("poisoned", ["k", "v", "kv"])
 def test_slots_past_the_end_of_the_keys(path: Path, poisoned: str) -> None:
@@ -535,16 +411,6 @@ def test_lse_is_a_natural_logarithm(path: Path) -> None:
     _, lse = attend(path, zeros(3), zeros(4), zeros(4))
     assert lse.shape == (1, 1, 3)
     np.testing.assert_allclose(lse, math.log(4), atol=1e-3)
-
-
-def test_lse_is_a_natural_logarithm_when_packed() -> None:
-    """B26, packed."""
-    x = np.zeros((4, 1, 64), ml_dtypes.bfloat16)
-    starts = np.array([0, 4])
-    _, lse = cupyflash.attention(
-        x, x, x, cu_seqlens_q=starts, cu_seqlens_kv=starts, return_lse=True
-    )
-    np.testing.assert_allclose(lse, np.full((1, 4), math.log(4)), atol=1e-3)
 
 
 def test_merging_partial_results() -> None:
@@ -880,16 +746,6 @@ def test_no_argument_is_ignored(path: Path, argument: str) -> None:
     else:
         plain, changed = path.numpy(plain), path.numpy(changed)
         assert plain.dtype != changed.dtype or not np.array_equal(plain, changed)
-
-
-def test_keys_past_the_used_length_have_no_weight() -> None:
-    """B65: key lengths [24, 125] of 128."""
-    q, k, v = (random(2, 128, 1, 64, dtype=np.float32, seed=seed) for seed in range(3))
-    lengths = [24, 125]
-    out = cupyflash.attention(q, k, v, seqused_kv=np.array(lengths))
-    for b, length in enumerate(lengths):
-        at = slice(b, b + 1)
-        assert reference.compare(out[at], None, q[at], k[at, :length], v[at, :length]).ok
 
 
 @every_path

@@ -6,7 +6,6 @@ family runs on any newer GPU (``CUPYFLASH_FAMILY=sm80``): that is how its code i
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,30 +13,9 @@ import pytest
 
 import cupyflash
 from cupyflash import reference, select
-from cupyflash.serve import forget_configurations
 from tests import cases, paths
 
 pytestmark = pytest.mark.gpu
-
-
-def native_family() -> str:
-    """The family that serves the current GPU by itself."""
-    import cupy
-
-    major = int(cupy.cuda.Device().compute_capability) // 10
-    return {8: "sm80", 9: "sm90", 10: "sm100"}.get(major, "sm80")
-
-
-@pytest.fixture(params=["native", "sm80"])
-def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Run with the GPU's own family, then with the one that runs everywhere."""
-    name = native_family() if request.param == "native" else request.param
-    if request.param == "sm80" and native_family() == "sm80":
-        pytest.skip("sm80 is the GPU's own family")
-    monkeypatch.setenv("CUPYFLASH_FAMILY", name)
-    forget_configurations()
-    yield name
-    forget_configurations()
 
 
 def check(case: cases.Case) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import dataclasses
 import itertools
 import shutil
+import struct
 import subprocess
 import threading
 from pathlib import Path
@@ -21,7 +22,17 @@ from cupyflash import arrays, driver, launch, serve
 from cupyflash.cache import CacheEntry
 from cupyflash.errors import DriverError, UnsupportedError
 from cupyflash.params import FORWARD
-from cupyflash.problem import UNBOUNDED, DeviceInfo, Mask, Problem, make_problem
+from cupyflash.problem import (
+    MAX_SEQLEN,
+    UNBOUNDED,
+    DeviceInfo,
+    Mask,
+    Problem,
+    make_problem,
+    ragged_fault,
+    ragged_strides,
+    tma_fault,
+)
 from cupyflash.select import select, siblings
 from cupyflash.tensor import Device, DeviceKind, DType, TensorView, contiguous_strides
 
@@ -52,6 +63,14 @@ class Log(ctypes.Structure):
         ("fail_launch_with", ctypes.c_uint64),
         ("waiting_stream", ctypes.c_uint64),
         ("event_stream", ctypes.c_uint64),
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                *("allocations", "allocated_bytes", "allocated_in", "relaxed_allocations"),
+                *("cleared_from", "cleared_bytes", "cleared_with", "cleared_on", "awaited_stream"),
+                *("open_streams", "fail_clear_with"),
+            )
+        ),
         ("params", ctypes.c_uint8 * 1024),
         ("params_bytes", ctypes.c_uint64),
     ]
@@ -157,6 +176,38 @@ def forward(
     return problem, views
 
 
+def general(
+    lengths=("seqused_kv",), *, total=None, batch=2, mask=None, align="bottom_right", **changes
+) -> tuple[Problem, dict[str, TensorView]]:
+    """As ``forward``, with these arrays of lengths; ``total``: rows of packed q and k."""
+    problem, views = forward(batch=batch)
+    if mask is not None:
+        mask = dataclasses.replace(mask, align=align)
+    if total is not None:
+        for name, rows in zip(("q", "k", "v", "out"), (total[0], total[1], total[1], total[0])):
+            shape = (1, rows, *views[name].shape[2:])
+            views[name] = view(shape, views[name].pointer, (0, *contiguous_strides(shape)[1:]))
+        heads = views["q"].shape[2]
+        views["lse"] = view((heads, total[0]), 0x50000, dtype=DType.float32)
+    problem = make_problem(
+        *(views[name] for name in ("q", "k", "v")),
+        mask=mask or Mask(),
+        want_lse=True,
+        lengths=lengths,
+        packed=None if total is None else (batch, *total),
+        **changes,
+    )
+    for position, name in enumerate(lengths):
+        entries = batch + 1 if name.startswith("cu_seqlens") else batch
+        views[name] = view((entries,), 0x60000 + 0x100 * position, dtype=DType.int32)
+    return problem, views
+
+
+def addresses(*given: int) -> list[int]:
+    """One for each of ``launch.TENSORS``."""
+    return [*given, *[0] * (len(launch.TENSORS) - len(given))]
+
+
 def launch_of(problem, views, device=H200, stream=0) -> launch.Launch:
     spec = select(problem, device).spec
     return launch.forward_launch(problem, spec, device, views, stream)
@@ -174,7 +225,8 @@ def test_parameters_of_a_forward():
     assert values["k_stride_seqlen"] == 2 * 128 and values["k_stride_head"] == 128
     assert (values["lse_stride_batch"], values["lse_stride_head"]) == (8 * 300, 300)
     assert values["group"] == 4
-    assert (values["window_left"], values["window_right"], values["shift"]) == (40, 0, 200)
+    assert (values["mask_left"], values["mask_right"]) == (200 - 40, 200)
+    assert values["bottom_right"] == 0, "the host has added it"
     assert values["num_m_blocks"] == -(-300 // made.spec.block_m)
     assert values["num_tiles"] == values["num_m_blocks"] * 16
     assert values["softmax_scale"] == pytest.approx(128**-0.5, rel=1e-7)
@@ -231,10 +283,130 @@ def test_no_keys_no_maps_of_them():
     assert fields == {FORWARD.offsets["q_map"], FORWARD.offsets["out_map"]}
 
 
+def test_parameters_of_capped_scores():
+    """The scale works inside the cap; what comes out of it is the exponent."""
+    problem, views = forward(mask=Mask(right=0))
+    problem = dataclasses.replace(problem, softcap=30.0, softmax_scale=0.25)
+    made = launch_of(problem, views)
+    values = FORWARD.unpack(made.params)
+    assert made.spec.general and made.spec.name.endswith("_general_causal")
+    assert values["softcap"] == 30 and values["softcap_slope"] == pytest.approx(0.25 / 30, rel=1e-7)
+    assert values["softmax_scale"] == 1
+    assert values["softmax_scale_log2"] == pytest.approx(numpy.log2(numpy.e), rel=1e-7)
+    assert (values["mask_left"], values["mask_right"]) == (-UNBOUNDED, 200), "lengths are known"
+    assert values["bottom_right"] == 0
+    plain = FORWARD.unpack(launch_of(*forward()).params)
+    assert plain["softcap"] == plain["softcap_slope"] == 0
+
+
+@pytest.mark.parametrize("align", ["bottom_right", "top_left"])
+@pytest.mark.parametrize("offset", [0, -7, 2**40])
+def test_the_device_adds_to_the_bounds_of_a_general_mask(align, offset):
+    """Bounds as given: the host knows no length that would shift them."""
+    mask = Mask(left=40, right=3)
+    problem, views = general(mask=mask, align=align, position_offset=offset)
+    values = FORWARD.unpack(launch_of(problem, views).params)
+    assert (values["mask_left"], values["mask_right"]) == (offset - 40, offset + 3)
+    assert values["bottom_right"] == (align == "bottom_right")
+    assert values["seqused_kv"] == 0x60000 and values["seqused_q"] == values["cu_seqlens_q"] == 0
+
+
+def test_an_absent_bound_hides_nothing_whatever_the_device_adds():
+    problem, views = general(mask=Mask(right=0))
+    values = FORWARD.unpack(launch_of(problem, views).params)
+    most = 2**31 + 2 * MAX_SEQLEN + 2**31  # two offsets, two lengths
+    assert values["mask_left"] + most < -UNBOUNDED and values["mask_right"] == 0
+    problem, views = general(mask=Mask())
+    values = FORWARD.unpack(launch_of(problem, views).params)
+    assert values["mask_right"] - most > UNBOUNDED
+    far = Mask(left=2**31 - 1, right=2**31 - 1)
+    for offset in (2**100, -(2**100)):
+        problem, views = general(mask=far, position_offset=offset)
+        values = FORWARD.unpack(launch_of(problem, views).params)
+        for name in ("mask_left", "mask_right"):
+            assert UNBOUNDED + most < abs(values[name]) < 2**63 - most
+
+
+def test_parameters_of_packed_sequences():
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv", "q_offset", "kv_offset")
+    problem, views = general(names, total=(1000, 3000), batch=5, mask=Mask(right=0))
+    made = launch_of(problem, views)
+    values = FORWARD.unpack(made.params)
+    assert [values[name] for name in names] == [views[name].pointer for name in names]
+    assert list(made.pointers[5:]) == [views[name].pointer for name in names]
+    assert (values["batch"], values["rows_q"], values["rows_kv"]) == (5, 1000, 3000)
+    assert values["q_stride_batch"] == values["lse_stride_batch"] == 0
+    assert values["lse_stride_head"] == 1000
+    assert values["num_m_blocks"] == 1000 // made.spec.slot_rows + 5, "some of them empty"
+    heads = 8 // made.spec.slot_heads
+    assert values["num_tiles"] == values["num_m_blocks"] * heads
+    # Half of the L2 cache holds the keys and values of as many heads as have section_rows keys.
+    assert values["section_rows"] == H200.l2_bytes // 2 // (2 * 128 * 2)
+
+
+@pytest.mark.parametrize("clear", [False, True])
+def test_an_output_of_ours_is_cleared(clear):
+    problem, views = general()
+    spec = select(problem, H200).spec
+    made = launch.forward_launch(problem, spec, H200, views, clear_out=clear)
+    assert FORWARD.unpack(made.params)["clear_out"] == clear
+
+
+def reach(request, sequence_begin, length, row) -> tuple[bool, int]:
+    """Whether row ``row`` of a sequence lies in a ragged map, and its address (attn/ragged.cuh).
+    ``sequence_begin`` counts rows of the array, batch entries too."""
+    if request.shift_bytes:  # of an output
+        at = (request.dims[1] - length + row, sequence_begin + length, 0, 0)
+    else:
+        at = (launch.FAR_ROW - length + row, 0, launch.FAR_ROW, sequence_begin + length)
+    inside = all(0 <= c < extent for c, extent in zip(at, request.dims[1:]))
+    address = sum(c * stride for c, stride in zip(at, request.strides_bytes))
+    return inside, (request.pointer + request.shift_bytes + address) % 2**64
+
+
+def test_ragged_maps_end_where_a_sequence_ends():
+    problem, views = general(("cu_seqlens_q", "cu_seqlens_kv"), total=(1000, 3000), batch=5)
+    made = launch_of(problem, views)
+    requests = {request.offset: request for request in made.maps}
+    assert len(requests) == 4
+    out, k = (requests[FORWARD.offsets[f"{name}_map"]] for name in ("out", "k"))
+    row = 2 * 128 * 2
+    assert k.dims == (128, 1 << 30, 2, (1 << 30) + 1, 3001)
+    assert k.strides_bytes == (row, 128 * 2, (1 << 34) - row, row)
+    assert k.shift_bytes == 0 and k.pointer == 0x20000, "a load needs a base that is somebody's"
+    assert k.box == (64, made.spec.block_n // made.spec.cluster, 1, 1, 1) and k.swizzle == 128
+    out_row = 8 * 128 * 2
+    assert out.dims == (128, 1000, 1001, 8, 1) and out.shift_bytes == -1000 * out_row
+    for begin, length, at in itertools.product((0, 1, 300), (0, 1, 700), (0, 5, 699)):
+        assert reach(out, begin, length, at) == (at < length, out.pointer + (begin + at) * out_row)
+    for begin, length, at in itertools.product((0, 1, 2000), (0, 1, 700, 1000), (0, 5, 699, 999)):
+        assert reach(k, begin, length, at) == (at < length, 0x20000 + (begin + at) * row)
+
+
+def test_ragged_maps_of_sequences_that_are_not_packed():
+    problem, views = general(batch=3)
+    requests = {request.offset: request for request in launch_of(problem, views).maps}
+    v = requests[FORWARD.offsets["v_map"]]
+    row = 2 * 128 * 2
+    assert v.dims == (128, 1 << 30, 2, (1 << 30) + 1, 2 * 500 + 500 + 1)
+    assert reach(v, 2 * 500, 77, 76) == (True, v.pointer + (2 * 500 + 76) * row)
+    assert not reach(v, 0, 77, 77)[0]
+
+
+def test_ragged_maps_count_batch_entries_in_rows():
+    problem, views = general(batch=3)
+    values = FORWARD.unpack(launch_of(problem, views).params)
+    assert [values[f"{name}_batch_rows"] for name in "qkv"] == [views["q"].shape[1], 500, 500]
+    odd = view((2, 100, 2, 64), 0x10000, (100 * 128 + 64, 128, 64, 1))
+    assert "batch stride" in ragged_fault(odd) and tma_fault(odd) is None
+    one = view((4, 1, 2, 64), 0x10000, (640, 8, 64, 1))
+    assert ragged_strides(one) == (1280, 1), "the stride of a dimension of one may be anything"
+
+
 @pytest.mark.parametrize("offset", [0, 5, -5, 2**40, -(2**40), 2**31 - 2048])
 @pytest.mark.parametrize("left", [None, 0, 3, 10**6, 2**31 - 1])
 def test_kernel_bounds_show_the_same_keys(left, offset):
-    """Bounds and shift fit 32 bits in every sum, and mean what the mask means."""
+    """Diagonals fit 32 bits in every sum, and mean what the mask means."""
     lengths = (1, 2, 77, 2048)
     for seqlen_q, seqlen_kv, right in itertools.product(lengths, lengths, (None, 0, 3, 2**31 - 1)):
         mask = Mask(left, right)
@@ -246,13 +418,11 @@ def test_kernel_bounds_show_the_same_keys(left, offset):
             low = 0 if left is None else max(position - left, 0)
             high = seqlen_kv - 1 if right is None else min(position + right, seqlen_kv - 1)
             first, last = 0, seqlen_kv - 1
-            if problem.window_left != UNBOUNDED:
-                first = max(query + problem.shift - problem.window_left, first)
-            if problem.window_right != UNBOUNDED:
-                last = min(query + problem.shift + problem.window_right, last)
+            first = max(query + problem.mask_left, first)
+            last = min(query + problem.mask_right, last)
             assert (first, last) == (low, high) or (first > last and low > high), problem
-            for bound in (problem.window_left, problem.window_right):
-                assert bound == UNBOUNDED or abs(query + problem.shift) + abs(bound) < 2**31
+            for bound in (problem.mask_left, problem.mask_right):
+                assert abs(bound) <= UNBOUNDED and abs(query + bound) < 2**31
 
 
 # --- the driver -----------------------------------------------------------------------------------
@@ -282,13 +452,14 @@ def test_a_launch_reaches_the_driver_whole(stub):
 def test_a_plan_runs_at_other_addresses_and_streams(stub):
     problem, views = forward()
     plan = launch.CudaBackend(0).plan(launch_of(problem, views))
-    plan.run(0x88, 0xA000, 0xB000, 0xC000, 0xD000, 0xE000)
+    plan.run(0x88, *addresses(0xA000, 0xB000, 0xC000, 0xD000, 0xE000))
     scalars = stub.log.scalars()
-    assert [scalars[name] for name in launch.TENSORS] == [0xA000, 0xB000, 0xC000, 0xD000, 0xE000]
+    expected = addresses(0xA000, 0xB000, 0xC000, 0xD000, 0xE000)
+    assert [scalars[name] for name in launch.TENSORS] == expected
     assert stub.log.stream == 0x88
     maps = [stub.log.map(f"{tensor}_map").pointer for tensor in ("q", "k", "v", "out")]
     assert maps == [0xA000, 0xB000, 0xC000, 0xD000]
-    plan.run(0, 0xA000, 0xA000, 0xA000, 0xD000, 0)
+    plan.run(0, *addresses(0xA000, 0xA000, 0xA000, 0xD000, 0))
     assert stub.log.scalars()["lse"] == 0
     assert stub.log.loads == 1
 
@@ -336,9 +507,9 @@ def test_the_current_context_is_restored(stub, fails):
         pushes = stub.log.pushes
         if fails:
             with pytest.raises(DriverError, match=r"kernel launch: .* \(1\)"):
-                plan.run(0, 16, 32, 48, 64, 80)
+                plan.run(0, *addresses(16, 32, 48, 64, 80))
         else:
-            plan.run(0, 16, 32, 48, 64, 80)
+            plan.run(0, *addresses(16, 32, 48, 64, 80))
         assert stub.log.context == 0x1001
         assert stub.library.stub_current_context() == current
         assert stub.log.pushes - pushes == (current != 0x1001)
@@ -403,7 +574,7 @@ def test_an_illegal_tensor_map_is_an_error_not_a_launch(stub):
     problem, views = forward()
     plan = launch.CudaBackend(0).plan(launch_of(problem, views))
     with pytest.raises(DriverError):
-        plan.run(0, 8, 16, 32, 48, 64)  # q is not 16-byte aligned
+        plan.run(0, *addresses(8, 16, 32, 48, 64))  # q is not 16-byte aligned
     assert stub.log.launches == 0
 
 
@@ -521,6 +692,209 @@ def test_the_compiler_may_come_with_options(tmp_path, monkeypatch):
         driver.build_library(code, tmp_path / "other")
 
 
+# --- counters of tiles ----------------------------------------------------------------------------
+
+
+def dynamic(**changes) -> launch.Launch:
+    """A launch whose blocks claim tiles."""
+    made = launch_of(*forward(batch=16, seqlen_q=4096, heads_q=32, mask=Mask(right=0)), **changes)
+    assert made.dynamic
+    return made
+
+
+def counter_of(stub, plan, stream) -> int:
+    plan.run(stream, *plan.launch.pointers)
+    return stub.log.scalars()["tile_counter"]
+
+
+def memory_of(stub) -> range:
+    counters = stub.driver.tile_counters(0)
+    first = stub.log.cleared_from
+    assert stub.log.cleared_bytes > counters.STREAMS * counters.STEP
+    return range(first, first + stub.log.cleared_bytes)
+
+
+def test_a_counter_for_every_stream(stub):
+    plan = launch.CudaBackend(0).plan(dynamic())
+    first = counter_of(stub, plan, 0x10)
+    assert first in memory_of(stub)
+    second = counter_of(stub, plan, 0x20)
+    assert second in memory_of(stub)
+    assert abs(second - first) >= 32, "a sector of the L2 cache each"
+    assert counter_of(stub, plan, 0) not in (first, second)
+    assert counter_of(stub, plan, 0x10) == first and counter_of(stub, plan, 0x20) == second
+    other = launch.CudaBackend(0).plan(dynamic())
+    assert counter_of(stub, other, 0x10) == first, "whatever runs on the stream"
+    assert stub.log.allocations == 1
+
+
+def test_the_memory_of_counters_is_cleared_before_it_is_used(stub):
+    """On a stream of its own and in the relaxed mode: another thread may be capturing."""
+    assert stub.log.allocations == 0, "nothing is allocated that no kernel needs"
+    launch.CudaBackend(0).run(launch_of(*forward()))
+    assert stub.log.allocations == 0 and stub.log.scalars()["tile_counter"] == 0
+    launch.CudaBackend(0).plan(dynamic())
+    log = stub.log
+    assert log.allocations == log.relaxed_allocations == 1 and log.allocated_in == 0x1000
+    assert log.cleared_with == 0 and log.cleared_bytes == log.allocated_bytes > 0
+    assert log.awaited_stream == log.cleared_on != 0 and log.open_streams == 0
+    assert stub.library.stub_current_context() == 0
+    mode = ctypes.c_int(0)
+    stub.library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    assert mode.value == 0, "the thread's mode is restored"
+
+
+def test_counters_that_cannot_be_cleared_are_not_used(stub):
+    made = dynamic()
+    stub.log.fail_clear_with = 1
+    with pytest.raises(DriverError, match="clearing tile counters"):
+        launch.CudaBackend(0).plan(made)
+    assert stub.log.open_streams == 0 and stub.library.stub_current_context() == 0
+    stub.log.fail_clear_with = 0
+    assert counter_of(stub, launch.CudaBackend(0).plan(made), 0x10) in memory_of(stub)
+
+
+def test_counters_of_another_device_are_its_own(stub):
+    first = counter_of(stub, launch.CudaBackend(0).plan(dynamic()), 0x10)
+    second = counter_of(stub, launch.CudaBackend(1).plan(dynamic()), 0x10)
+    assert first >> 40 != second >> 40 and stub.log.allocated_in == 0x1001
+
+
+def test_the_per_thread_stream_has_a_counter_for_every_thread(stub):
+    """Handle 2 means another stream in every thread. A thread's ident goes to a later thread, its
+    kernels may still be running then: the counter does not."""
+    plan = launch.CudaBackend(0).plan(dynamic())
+    seen = [counter_of(stub, plan, 2), counter_of(stub, plan, 2)]
+    assert seen[0] == seen[1]
+    idents = []
+
+    def work() -> None:
+        idents.append(threading.get_ident())
+        seen.append(counter_of(stub, plan, 2))
+        assert counter_of(stub, plan, 1) == shared
+
+    shared = counter_of(stub, plan, 1)
+    for _ in range(4):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert len(set(seen)) == 5 and shared not in seen
+    assert len(idents) == 4
+
+
+def test_threads_get_one_counter_for_one_stream(stub):
+    counters = stub.driver.tile_counters(0)
+    start = threading.Barrier(8)
+    found = [[] for _ in range(8)]
+
+    def work(own: list[int]) -> None:
+        start.wait()
+        own += [counters.of_stream(stream) for stream in range(100, 600)]
+
+    threads = [threading.Thread(target=work, args=(own,)) for own in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(own == found[0] for own in found) and len(set(found[0])) == 500
+
+
+def test_without_a_free_counter_tiles_are_dealt_out_by_position(stub):
+    plan = launch.CudaBackend(0).plan(dynamic())
+    counters = stub.driver.tile_counters(0)
+    first = counter_of(stub, plan, 0x10)
+    words = {counters.of_stream(0x1000 + number) for number in range(counters.STREAMS - 1)}
+    assert len(words) == counters.STREAMS - 1 and 0 not in words and first not in words
+    assert counter_of(stub, plan, 0x20) == 0
+    assert counter_of(stub, plan, 0x10) == first
+    captured = capture(stub, plan, 0x10)
+    assert captured not in words | {0, first}, "graphs have words of their own"
+
+
+def capture(stub, plan, stream) -> int:
+    stub.log.capturing_stream = stream
+    try:
+        return counter_of(stub, plan, stream)
+    finally:
+        stub.log.capturing_stream = 0
+
+
+def test_a_captured_launch_has_a_counter_that_no_other_gets(stub):
+    """A graph runs on whatever stream it is launched on, beside anything."""
+    plan = launch.CudaBackend(0).plan(dynamic())
+    own = counter_of(stub, plan, 0x10)
+    captured = [capture(stub, plan, 0x10) for _ in range(5)]
+    other = launch.CudaBackend(0).plan(dynamic())
+    captured += [capture(stub, other, 0x10), capture(stub, other, 0x30)]
+    assert len(set(captured)) == 7 and own not in captured
+    assert all(word in memory_of(stub) and word + 4 in memory_of(stub) for word in captured)
+    assert counter_of(stub, plan, 0x10) == own
+    # While another stream is captured: its own counter, and the default stream's.
+    stub.log.capturing_stream = 0x30
+    assert counter_of(stub, plan, 0x10) == own
+    default = counter_of(stub, plan, 0)
+    assert default not in captured and default in memory_of(stub)
+    streams = {counter_of(stub, plan, 0x1000 + number) for number in range(100)}
+    stub.log.capturing_stream = 0
+    assert not streams & set(captured)
+
+
+def test_threads_capture_with_different_counters(stub):
+    plan = launch.CudaBackend(0).plan(dynamic())
+    stub.log.capturing_stream = 0x10
+    counters = stub.driver.tile_counters(0)
+    ends = struct.Struct("@3Q").unpack_from(counters._storage)
+    number = 4 * 500
+
+    def work() -> None:
+        for _ in range(500):
+            plan.run(0x10, *plan.launch.pointers)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stub.log.capturing_stream = 0
+    following = struct.Struct("@3Q").unpack_from(counters._storage)
+    assert following == (ends[0] + number * counters.STEP, *ends[1:])
+
+
+def test_captured_launches_without_a_free_counter_have_none(stub):
+    counters = driver.TileCounters(0x500000000000, (driver.TileCounters.STREAMS + 2) * 32)
+    stub.driver._counters[0] = counters
+    plan = launch.CudaBackend(0).plan(dynamic())
+    own = counter_of(stub, plan, 0x10)
+    captured = [capture(stub, plan, 0x10) for _ in range(4)]
+    assert captured[2:] == [0, 0] and 0 not in captured[:2]
+    assert max(captured) + 32 == 0x500000000000 + (counters.STREAMS + 2) * 32
+    assert counter_of(stub, plan, 0x10) == own
+
+
+def test_kernels_that_deal_out_by_position_have_no_counter(stub):
+    plan = launch.CudaBackend(0).plan(launch_of(*forward()))
+    assert not plan.launch.dynamic
+    assert counter_of(stub, plan, 0x10) == 0 and capture(stub, plan, 0x10) == 0
+    problem, views = forward(batch=16, seqlen_q=4096, heads_q=32)
+    assert not launch_of(problem, views, A100).dynamic
+
+
+def test_general_arrays_and_maps_reach_the_driver(stub):
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_kv")
+    problem, views = general(names, total=(1000, 3000), batch=5)
+    made = launch_of(problem, views)
+    plan = launch.CudaBackend(0).plan(made)
+    moved = [pointer + 0x700000000000 if pointer else 0 for pointer in made.pointers]
+    plan.run(0, *moved)
+    scalars = stub.log.scalars()
+    assert [scalars[name] for name in launch.TENSORS] == moved
+    k = stub.log.map("k_map")
+    assert k.rank == 5 and tuple(k.dims) == (128, 1 << 30, 2, (1 << 30) + 1, 3001)
+    assert k.pointer == 0x700000020000
+    assert stub.log.map("out_map").pointer == moved[3] - 1000 * 8 * 128 * 2
+    assert tuple(k.box) == made.maps[1].box and tuple(k.strides) == made.maps[1].strides_bytes
+
+
 # --- the whole way with an array type of a library -----------------------------------------------
 
 
@@ -564,6 +938,7 @@ class FakeArray:
 
     def __init__(self, shape, dtype, strides=None, offset=0, device=None):
         self.shape, self.dtype = tuple(shape), numpy.dtype(dtype)
+        self.ndim = len(self.shape)
         itemsize = self.dtype.itemsize
         self.strides = strides or tuple(s * itemsize for s in contiguous_strides(self.shape))
         size = max(int(numpy.prod(self.shape)) * itemsize, 1)
@@ -590,6 +965,17 @@ def fake_inputs(device=0, seqlen_q=128, dtype=ml_dtypes.bfloat16, **more):
     return q, k, v
 
 
+def int32(entries: int) -> FakeArray:
+    return FakeArray((entries,), numpy.int32)
+
+
+def packed_inputs(total_q=1000, total_kv=3000, batch=5):
+    q = FakeArray((total_q, 8, 128), ml_dtypes.bfloat16)
+    k, v = (FakeArray((total_kv, 2, 128), ml_dtypes.bfloat16) for _ in range(2))
+    starts = {name: int32(batch + 1) for name in ("cu_seqlens_q", "cu_seqlens_kv")}
+    return (q, k, v), starts
+
+
 def test_attention_launches_on_the_current_stream(stub, fake_cupy):
     q, k, v = fake_inputs()
     for turn in range(4):  # the first calls go the long way, later ones the short way
@@ -599,7 +985,7 @@ def test_attention_launches_on_the_current_stream(stub, fake_cupy):
         assert lse.shape == (2, 8, 128) and lse.dtype == numpy.float32
         scalars = stub.log.scalars()
         pointers = [array.data.ptr for array in (q, k, v, out, lse)]
-        assert [scalars[name] for name in launch.TENSORS] == pointers
+        assert [scalars[name] for name in launch.TENSORS] == addresses(*pointers)
         assert stub.log.stream == 0x100 + turn
         assert stub.log.launches == turn + 1
     assert len(serve._configurations) == 1
@@ -617,6 +1003,12 @@ def test_both_ways_do_the_same(stub, fake_cupy):
         {"q_offset": 3, "causal": True},
         {"kv_offset": 3, "causal": True},
         {"num_sms": 7},
+        {"softcap": 20.0},
+        {"seqused_q": int32(2)},
+        {"seqused_kv": int32(2)},
+        {"q_offset": int32(2), "causal": True},
+        {"kv_offset": int32(2), "causal": True},
+        {"kv_offset": int32(2), "q_offset": 3, "causal": True},
     ]
     inputs = fake_inputs(), fake_inputs(seqlen_q=100)
     seen = []
@@ -631,6 +1023,94 @@ def test_both_ways_do_the_same(stub, fake_cupy):
     assert turns[0] == turns[1] == turns[2]
     assert len({str(entry[1:]) for entry in turns[0]}) == len(turns[0]), "each option has an effect"
     assert len(serve._configurations) == len(variants) * len(inputs)
+
+
+def test_packed_calls_on_both_ways(stub, fake_cupy):
+    """Addresses of lengths are those of the call; what they may hold is no part of the key."""
+    inputs, _ = packed_inputs()
+    for turn in range(4):
+        starts = packed_inputs()[1]
+        used = int32(5)
+        out, lse = cupyflash.attention(*inputs, **starts, seqused_kv=used, return_lse=True)
+        assert out.shape == (1000, 8, 128) and lse.shape == (8, 1000)
+        scalars = stub.log.scalars()
+        arrays_given = [*inputs, out, lse, *starts.values()]
+        pointers = [array.data.ptr for array in arrays_given] + [0, used.data.ptr]
+        assert [scalars[name] for name in launch.TENSORS] == addresses(*pointers)
+        assert scalars["clear_out"] == 1 and stub.log.launches == turn + 1
+    assert len(serve._configurations) == 1
+    out = FakeArray((1000, 8, 128), ml_dtypes.bfloat16)
+    for _ in range(3):
+        assert cupyflash.attention(*inputs, **packed_inputs()[1], out=out) is out
+        assert stub.log.scalars()["clear_out"] == 0, "the caller's rows are left alone"
+    assert len(serve._configurations) == 2
+
+
+def test_lengths_of_another_shape_or_type_are_refused_warm(stub, fake_cupy):
+    (q, k, v), starts = packed_inputs()
+    cupyflash.attention(q, k, v, **starts)
+    for change, error, words in (
+        ({"cu_seqlens_q": int32(5)}, ValueError, "as many entries in both, got 5 and 6"),
+        ({"cu_seqlens_kv": FakeArray((6,), numpy.int64)}, TypeError, "expected int32 on a GPU"),
+        ({"cu_seqlens_kv": FakeArray((6,), numpy.int32, (8,))}, ValueError, "contiguous"),
+        ({"cu_seqlens_kv": FakeArray((6,), numpy.int32, device=1)}, TypeError, "where q is"),
+        ({"cu_seqlens_kv": numpy.zeros(6, numpy.int32)}, TypeError, "cu_seqlens_kv"),
+        ({"seqused_q": int32(6)}, ValueError, r"seqused_q: expected shape \[5\]"),
+        ({"q_offset": int32(1)}, ValueError, r"q_offset: expected shape \[5\]"),
+        ({"max_seqlen_q": -1}, ValueError, "max_seqlen_q"),
+    ):
+        launches = stub.log.launches
+        with pytest.raises(error, match=words):
+            cupyflash.attention(q, k, v, **{**starts, **change})
+        assert stub.log.launches == launches
+
+
+def test_an_offset_on_the_device_is_read_there(stub, fake_cupy):
+    """A scalar of the device is no int: its value would be read once and then remembered."""
+    q, k, v = fake_inputs()
+    scalar = FakeArray((), numpy.int32)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="q_offset: expected int or int32"):
+            cupyflash.attention(q, k, v, causal=True, q_offset=scalar)
+    assert stub.log.launches == 0
+
+
+def test_checked_calls_are_checked_every_time(stub, fake_cupy, monkeypatch):
+    """CUPYFLASH_CHECK=1: the lengths of a second call are others than those of the first."""
+    inputs, starts = packed_inputs(batch=2)
+    held: dict[int, list[int]] = {}
+    monkeypatch.setenv("CUPYFLASH_CHECK", "1")
+    monkeypatch.setattr(
+        arrays.CupyAdapter,
+        "to_numpy",
+        lambda self, array: numpy.array(held[array.data.ptr], numpy.int32),
+    )
+
+    def call(q=(0, 400, 1000), kv=(0, 0, 3000), used=None, **more):
+        held[starts["cu_seqlens_q"].data.ptr] = list(q)
+        held[starts["cu_seqlens_kv"].data.ptr] = list(kv)
+        if used is not None:
+            more["seqused_kv"] = int32(2)
+            held[more["seqused_kv"].data.ptr] = list(used)
+        cupyflash.attention(*inputs, **starts, **more)
+
+    for _ in range(2):
+        call()
+        call(kv=(0, 0, 2999), max_seqlen_q=600, max_seqlen_kv=2999, used=(0, 2999))
+        for words, given in (
+            (r"cu_seqlens_q: expected 0 first.*got \[1, 2, 3\]", {"q": (1, 2, 3)}),
+            ("cu_seqlens_q", {"q": (0, 600, 500)}),
+            ("cu_seqlens_kv: .*at most 3000", {"kv": (0, 600, 3001)}),
+            ("max_seqlen_q: 599 is less than the longest sequence, 600", {"max_seqlen_q": 599}),
+            ("seqused_kv: expected lengths from 0", {"used": (1, 3000)}),
+            ("seqused_kv", {"used": (0, -1)}),
+        ):
+            launches = stub.log.launches
+            with pytest.raises(ValueError, match=words):
+                call(**given)
+            assert stub.log.launches == launches
+    monkeypatch.delenv("CUPYFLASH_CHECK")
+    call(q=(7, 3, 5000))
 
 
 @pytest.mark.parametrize(
@@ -659,6 +1139,16 @@ def test_what_is_refused_cold_is_refused_warm(stub, fake_cupy, served, refused):
         with pytest.raises(TypeError, match=next(iter(refused))):
             cupyflash.attention(q, k, v, **refused)
     assert len(serve._configurations) == 1
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_kv"])
+@pytest.mark.parametrize("refused", [400.0, True])
+def test_a_bound_is_an_int_warm_too(stub, fake_cupy, name, refused):
+    inputs, starts = packed_inputs()
+    for _ in range(2):
+        cupyflash.attention(*inputs, **starts, **{name: int(refused)})
+        with pytest.raises(TypeError, match=name):
+            cupyflash.attention(*inputs, **starts, **{name: refused})
 
 
 def test_arrays_on_another_device(stub, fake_cupy):

@@ -60,7 +60,7 @@ def test_a_problem_holds_what_the_views_say():
     assert (problem.head_dim_qk, problem.head_dim_v) == (128, 64)
     assert problem.softmax_scale == 128**-0.5
     assert problem.out_dtype is DType.bfloat16
-    assert (problem.shift, problem.window_left, problem.window_right) == (412, UNBOUNDED, 0)
+    assert (problem.shift, problem.mask_left, problem.mask_right) == (412, -UNBOUNDED, 412)
     assert problem.no_tma == problem.unaligned == ()
 
 

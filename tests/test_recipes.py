@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import pytest
 
@@ -20,39 +23,74 @@ DEVICES = [
     DeviceInfo("RTX 5090", (12, 0), 170, 99 * KIB, 96 << 20),
 ]
 MASKS = (Mask(), Mask(right=0), Mask(left=64, right=0))
-SEQLENS = (100, 1024)  # an odd number of query blocks, which a cluster would not take, and an even
+# An odd number of query blocks, which a cluster would not take, and an even; too many for the tiles
+# that are for few.
+SEQLENS = (100, 1024, 4096)
+HEADS = ((4, 4), (8, 2))  # of which a cluster takes two query heads together, and not
+# Those that a general kernel serves have another name, whichever of its inputs they use.
+KINDS: tuple[dict[str, Any], ...] = ({}, {"softcap": 30.0}, {"lengths": ("seqused_kv",)})
+
+
+def problems(
+    widths: Iterable[tuple[int, int]],
+    dtypes: tuple[DType, ...] = (DType.bfloat16, DType.float16),
+    masks: tuple[Mask, ...] = MASKS,
+) -> Iterator[Problem]:
+    """Problems of these head dimensions, of every length, number of heads and kind."""
+    for (qk, v), dtype, mask, seqlen, heads, kind in itertools.product(
+        widths, dtypes, masks, SEQLENS, HEADS, KINDS
+    ):
+        keys = max(seqlen, 1024)
+        yield Problem(1, seqlen, keys, *heads, qk, v, dtype, mask, **kind)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.name)
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
 def test_the_full_recipe_serves_every_device(device, head_dims):
     carried = set(recipes.specs("full"))
-    for dtype, mask, seqlen in itertools.product((DType.bfloat16, DType.float16), MASKS, SEQLENS):
-        problem = Problem(1, seqlen, 1024, 4, 4, *head_dims, dtype, mask)
+    for problem in problems([head_dims]):
         assert select.select(problem, device).spec in carried
 
 
 def test_the_core_recipe_serves_its_devices_without_nvrtc():
     carried = set(recipes.specs("core"))
-    for device in DEVICES[:3]:
-        for head_dim, seqlen in itertools.product(range(8, 257, 8), SEQLENS):
-            problem = Problem(1, seqlen, 1024, 4, 4, head_dim, head_dim, DType.bfloat16)
+    widths = [(head_dim, head_dim) for head_dim in range(8, 257, 8)]
+    for problem in problems(widths, (DType.bfloat16,)):
+        for device in DEVICES[:3]:
             assert select.select(problem, device).spec in carried
 
 
 def test_nothing_is_carried_twice_or_for_nobody():
     specs = recipes.specs("core")
     assert len(specs) == len(set(specs))
+    widths = [(qk, v) for qk in range(8, 257, 8) for v in {qk, min(qk, 128)}]
     chosen = {
-        select.select(Problem(1, seqlen, 1024, 4, 4, qk, v, dtype, mask), device).spec
+        select.select(problem, device).spec
+        for problem in problems(widths)
         for device in DEVICES[:4]
-        for qk in range(8, 257, 8)
-        for v in {qk, min(qk, 128)}
-        for dtype in (DType.bfloat16, DType.float16)
-        for mask in MASKS
-        for seqlen in SEQLENS
     }
-    assert set(specs) <= chosen
+    assert {spec for spec in specs if spec.kernel == "forward"} <= chosen
+
+
+def test_packed_sequences_and_launches_without_clusters_are_served():
+    """raw_kernel asks for no clusters; lengths of packed sequences are bounds, or totals."""
+    carried = set(recipes.specs("core"))
+    for problem in problems([(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)]):
+        alone = dataclasses.replace(problem, clusters=False)
+        packed = dataclasses.replace(
+            problem, batch=3, rows_q=9000, lengths=("cu_seqlens_q", "cu_seqlens_kv")
+        )
+        for device in DEVICES[:3]:
+            for case in (alone, packed):
+                assert select.select(case, device).spec in carried
+
+
+def test_general_kernels_are_carried_where_a_mask_has_bounds():
+    specs = set(recipes.specs("core"))
+    general = {spec for spec in specs if spec.general}
+    assert general and {spec.mask for spec in general} == {"causal", "window"}
+    plain = {dataclasses.replace(spec, general=False) for spec in general}
+    assert plain == {spec for spec in specs - general if spec.mask != "none"}
 
 
 def test_targets_replace_the_recipes_own():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import re
 
+import numpy
 import pytest
 
 from cupyflash import select, tuning
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import DeviceInfo, Mask, Problem
+from cupyflash.schedule import describe_work
 from cupyflash.tensor import DType
 
 KIB = 1024
@@ -25,6 +29,16 @@ V100 = DeviceInfo("V100", (7, 0), 80, 96 * KIB, 6 << 20)
 def problem(head_dim: int = 128, **changes: object) -> Problem:
     base = Problem(2, 1000, 1000, 8, 2, head_dim, head_dim, DType.bfloat16)
     return dataclasses.replace(base, **changes)
+
+
+def packed(batch: int, total_q: int, total_kv: int, **changes: object) -> Problem:
+    """Packed sequences, of which nothing more is known than the totals."""
+    given = {"lengths": ("cu_seqlens_q", "cu_seqlens_kv"), **changes}
+    return problem(
+        **{"batch": batch, "seqlen_q": total_q, "seqlen_kv": total_kv, **given},
+        rows_q=total_q,
+        rows_kv=total_kv,
+    )
 
 
 def whole(family: str) -> str:
@@ -148,21 +162,37 @@ def test_forced_family(monkeypatch, caplog):
         chosen(A100)
 
 
+def explain(case: Problem, device: DeviceInfo) -> str:
+    return select.explain(case, device, lambda spec: f"found {spec.target}", describe_work)
+
+
 def test_explain_names_problem_kernel_cubin_and_the_rest():
-    text = select.explain(problem(mask=Mask(None, 0)), H200, lambda spec: f"found {spec.target}")
+    text = explain(problem(mask=Mask(None, 0)), H200)
     assert "batch 2, seqlen 1000 x 1000, heads 8/2, head_dim 128, bfloat16" in text
     assert "kernel   forward_sm90_bf16_d128_" in text
     assert "cubin    found sm_90a" in text
     assert "preference: forward_sm90_" in text
-    unsupported = select.explain(problem(dtype=DType.float32, out_dtype=None), H200, str)
+    assert re.search(r"\nwork     \d+ of \d+ key blocks visited \(\d\d\.\d %\)\n", text)
+    unsupported = explain(problem(dtype=DType.float32, out_dtype=None), H200)
     assert "kernel   none" in unsupported and "serves float16 and bfloat16" in unsupported
     assert "\nother candidates, each" in text and "\ncandidates, each" in unsupported
+    assert "\nwork " not in unsupported
+
+
+def test_explain_says_what_the_device_decides():
+    names = ("cu_seqlens_q", "cu_seqlens_kv", "seqused_kv")
+    case = packed(7, 5000, 9000, lengths=names, softcap=30.0)
+    text = explain(case, H200)
+    assert "packed, batch 7, total 5000 x 9000, heads 8/2" in text
+    assert "softcap 30" in text and f"on the device {', '.join(names)}" in text
+    assert f"work     known on the device only, by {', '.join(names)}\n" in text
+    assert "_general_causal for sm_90a" in text
 
 
 def test_explain_knows_what_limits_a_call():
     shifted = problem(mask=Mask(None, 0), position_offset=-7)
-    assert "(bottom_right) offset -7" in select.explain(shifted, H200, str)
-    text = select.explain(problem(num_sms=8), A100, str)
+    assert "(bottom_right) offset -7" in explain(shifted, H200)
+    text = explain(problem(num_sms=8), A100)
     assert "kernel   none" in text and "num_sms: the kernel runs one block a tile" in text
     assert chosen(H200, num_sms=8).scheduler == "persistent"
 
@@ -170,10 +200,11 @@ def test_explain_knows_what_limits_a_call():
 def test_names_are_unique_within_a_target():
     for family in tuning.FAMILIES.values():
         names = [
-            select.spec_for(family, tile, "sm_80", dtype, mask).name
+            select.spec_for(family, tile, "sm_80", dtype, mask, general).name
             for tile in family.tiles
             for dtype in tile.dtypes
             for mask in tile.masks
+            for general in (False, True)
         ]
         assert len(names) == len(set(names))
 
@@ -194,7 +225,159 @@ def test_tensor_maps_cut_tiles_into_swizzle_spans(head_dim):
         assert spec.head_dim_qk % plan.chunk == 0 and plan.rows <= 256
     assert plans["k"].rows == plans["v"].rows == spec.block_n // spec.cluster
     assert plans["q"].rows == plans["out"].rows == 64
+    assert not any(plan.ragged for plan in plans.values())
     assert select.tensor_maps(chosen(A100)) == ()
+
+
+def test_tensor_maps_of_general_kernels_are_ragged():
+    for device in (H200, B200):
+        spec = chosen(device, lengths=("seqused_kv",))
+        assert [plan.ragged for plan in select.tensor_maps(spec)] == [True] * 4
+    assert select.tensor_maps(chosen(A100, softcap=1.0)) == ()
+
+
+# --- general kernels ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", [A100, A10, H200, B200, RTX5090], ids=lambda d: d.name)
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 96, 128, 136, 192, 256])
+def test_lengths_and_softcap_are_served_everywhere(device, head_dim):
+    masks = (Mask(), Mask(None, 0), Mask(100, 0))
+    given = ({"softcap": 30.0}, {"lengths": ("seqused_q",)}, {"lengths": ("q_offset",)})
+    for mask, changes in itertools.product(masks, given):
+        spec = chosen(device, head_dim, mask=mask, **changes)
+        assert spec.general and f"_general_{spec.mask}" in spec.name
+        assert spec.mask in ("causal", "window"), "general kernels have no kind without a bound"
+        assert spec.shared_bytes <= device.shared_memory_per_block
+        assert not chosen(device, head_dim, mask=mask).general
+        case = packed(4, 3000, 5000, head_dim_qk=head_dim, head_dim_v=head_dim, mask=mask)
+        assert select.select(case, device).spec.general
+
+
+def test_the_mask_kind_of_lengths_that_the_host_does_not_know():
+    """What may hide a key somewhere counts, whatever the bounds of the lengths say."""
+    unknown = {"lengths": ("seqused_kv",)}
+    one = {"seqlen_q": 1, "mask": Mask(None, 0)}
+    assert problem(**one).mask_kind == "none", "one query, aligned to the last key, sees all"
+    for changes in (one, {}, {"mask": Mask(None, 10**9)}):
+        assert problem(**changes, **unknown).mask_kind == "causal"
+    assert problem(mask=Mask(10**9, None), **unknown).mask_kind == "window"
+    assert problem(mask=Mask(10**9, None)).mask_kind == "none"
+    assert problem(softcap=1.0).mask_kind == "causal"
+    assert problem(softcap=1.0, mask=Mask(10**9, None)).mask_kind == "causal"
+
+
+def test_a_family_without_general_kernels_is_ruled_out_whole(monkeypatch):
+    monkeypatch.setitem(
+        tuning.FAMILIES, "sm90", dataclasses.replace(tuning.FAMILIES["sm90"], general=False)
+    )
+    for changes, reason in (
+        ({"softcap": 5.0}, "lengths: has no softcap yet"),
+        ({"lengths": ("seqused_kv", "q_offset")}, "lengths: does not read seqused_kv yet"),
+    ):
+        choice = select.select(problem(**changes), H200)
+        assert (choice.spec.family, choice.spec.target) == ("sm80", "sm_90")
+        assert dict(choice.rejections)[whole("sm90")] == reason
+    assert chosen(H200).family == "sm90"
+
+
+def test_siblings_are_of_the_same_kind():
+    for changes in ({}, {"softcap": 1.0}):
+        spec = chosen(H200, 64, mask=Mask(None, 0), **changes)
+        others = select.siblings(spec)
+        assert others and {other.general for other in others} == {spec.general}
+        assert {other.mask for other in others} == {spec.mask}
+
+
+# --- rules of one tile ----------------------------------------------------------------------------
+
+
+def test_tiles_for_short_sequences_serve_no_longer_ones():
+    """The two tiles differ in their size; the limit is that of queries and of keys."""
+    limited = [tile for tile in tuning.FAMILIES["sm90"].tiles if tile.max_seqlen is not None]
+    assert limited
+    for tile in limited:
+        width, limit = tile.head_dim_qk, tile.max_seqlen
+        causal = {"mask": Mask(None, 0), "heads_kv": 8}  # no pairs of heads
+        short = problem(width, seqlen_q=limit, seqlen_kv=limit, **causal)
+        spec = select.select(short, H200).spec
+        assert (spec.block_m, spec.block_n) == (tile.block_m, tile.block_n)
+        for longer in ({"seqlen_q": limit + 1}, {"seqlen_kv": limit + 1}):
+            case = problem(width, **{"seqlen_q": limit, "seqlen_kv": limit, **longer, **causal})
+            choice = select.select(case, H200)
+            assert choice.spec != spec
+            reason = dict(choice.rejections)[spec.name]
+            wanted = f"at most {limit} queries and keys, got {limit + 1}"
+            assert reason == f"lengths: the tile is for {wanted}"
+    # A bound of packed lengths says as much.
+    for bound, expected in ((limit, True), (limit + 1, False)):
+        case = packed(9, 9000, 9000, seqlen_q=bound, seqlen_kv=bound, **causal)
+        case = dataclasses.replace(case, head_dim_qk=width, head_dim_v=width)
+        assert (select.select(case, H200).spec.block_m == tile.block_m) is expected
+
+
+@pytest.mark.parametrize(("heads", "pairs"), [((8, 2), True), ((8, 8), False), ((9, 3), False)])
+def test_pairs_of_heads_share_their_keys(heads, pairs):
+    heads_q, heads_kv = heads
+    case = {"heads_q": heads_q, "heads_kv": heads_kv, "seqlen_q": 4096, "seqlen_kv": 4096}
+    choice = select.select(problem(mask=Mask(None, 0), **case), H200)
+    spec = choice.spec
+    assert (spec.option("PairHeads") == 1) is (spec.cluster == 2) is pairs
+    assert ("_heads1_" in spec.name) is pairs
+    assert spec.slot_heads == (2 if pairs else 1) and spec.slot_rows == spec.block_m
+    if not pairs:
+        group = heads_q // heads_kv
+        words = f"cluster: {group} query heads share a key head, its blocks take them in pairs"
+        assert words in dict(choice.rejections).values()
+
+
+def test_blocks_of_a_cluster_on_neighbouring_queries():
+    spec = chosen(H200, seqlen_q=4096)
+    assert (spec.cluster, spec.slot_heads, spec.slot_rows) == (2, 1, 2 * spec.block_m)
+    assert spec.option("PairHeads") == spec.option("no such option") == 0
+    assert spec.m_blocks(problem(seqlen_q=4096)) == 4096 // (2 * spec.block_m)
+    odd = select.select(problem(seqlen_q=spec.block_m), H200)
+    assert odd.spec.cluster == 1
+    reason = dict(odd.rejections)[spec.name]
+    assert reason == "cluster: 1 of the 2 blocks of a head, 2 in a cluster, would be idle"
+
+
+@pytest.mark.parametrize("mask", [Mask(), Mask(None, 0)])
+def test_a_launch_without_clusters_gets_none(mask):
+    """As CuPy's RawKernel is launched (raw_kernel)."""
+    case = problem(seqlen_q=4096, seqlen_kv=4096, mask=mask)
+    assert select.select(case, H200).spec.cluster == 2
+    choice = select.select(dataclasses.replace(case, clusters=False), H200)
+    assert choice.spec.cluster == 1
+    assert "cluster: the launch has no clusters of blocks" in dict(choice.rejections).values()
+    for family in tuning.FAMILIES.values():
+        for tile in family.tiles:
+            served = {mask for other in family.tiles if other.cluster == 1 for mask in other.masks}
+            assert set(tile.masks) <= served
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_packed_sequences_have_query_blocks_enough(seed):
+    """The slots of attn/scheduler.cuh: sequence b owns those from start / rows + b on."""
+    rng = numpy.random.default_rng(seed)
+    spec = chosen(H200, mask=Mask(None, 0))
+    rows = spec.slot_rows
+    for lengths in (rng.integers(0, 3 * rows, 40), [0] * 7, [rows] * 9, [1] * 300, []):
+        starts = numpy.cumsum([0, *lengths])
+        case = packed(len(lengths), int(starts[-1]), 100)
+        first = starts // rows + numpy.arange(len(starts))
+        assert first[-1] == spec.m_blocks(case)
+        assert (numpy.diff(first) >= -(-numpy.asarray(lengths) // rows)).all()
+    assert spec.m_blocks(problem(seqlen_q=rows + 1)) == 2
+
+
+def test_a_grid_holds_the_blocks_of_all_packed_sequences():
+    case = packed(2, (1 << 29) - 1, 1000, heads_q=8)
+    tiles = chosen(A100).m_blocks(case) * 8
+    assert tiles < select.MAX_TILES and select.select(case, A100)
+    with pytest.raises(UnsupportedError) as caught:
+        select.select(dataclasses.replace(case, heads_q=2 * 8 * select.MAX_TILES // tiles), A100)
+    assert any("tiles exceed" in reason for _, reason in caught.value.rejections)
 
 
 def test_tuning_rows_are_complete():

@@ -8,7 +8,8 @@
  * of one configuration is a CfLaunch, prepared once by Python and read-only from then on; what does
  * change (stream and array addresses) is a CfArguments, one a call. cf_launch copies the parameter
  * struct to its stack, fills in addresses, encodes the tensor maps and launches. No state but the
- * driver table is kept, so any number of threads may launch at once, from one CfLaunch too.
+ * driver table is kept, so any number of threads may launch at once, from one CfLaunch too. (What a
+ * CfCounters counts belongs to Python.)
  *
  * Every function returns a CUresult (0 is success) or one of the CF_ERROR codes below.
  */
@@ -19,8 +20,8 @@
 #define CF_EXPORT __attribute__((visibility("default")))
 
 enum {
-    CF_VERSION = 1,
-    CF_MAX_POINTERS = 8,
+    CF_VERSION = 2,
+    CF_MAX_POINTERS = 16,
     CF_MAX_MAPS = 8,
     CF_MAX_RANK = 5,
     CF_MAX_PARAMS_BYTES = 4096,    /* what every driver accepts as kernel parameters */
@@ -49,6 +50,7 @@ enum {
     CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION = 4,
     CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6,
     CU_STREAM_CAPTURE_MODE_RELAXED = 2,
+    CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
     CU_TENSOR_MAP_INTERLEAVE_NONE = 0,
     CU_TENSOR_MAP_L2_PROMOTION_256B = 3,
     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0, /* elements outside the tensor read as zero */
@@ -82,6 +84,7 @@ typedef struct {
     CUresult (*ctx_push_current)(CUcontext);
     CUresult (*ctx_pop_current)(CUcontext *);
     CUresult (*thread_exchange_stream_capture_mode)(int *);
+    CUresult (*stream_is_capturing)(CUstream, int *);
     CUresult (*module_load_data)(CUmodule *, const void *);
     CUresult (*module_get_function)(CUfunction *, CUmodule, const char *);
     CUresult (*func_set_attribute)(CUfunction, int, int);
@@ -114,7 +117,16 @@ typedef struct {
     uint32_t box[CF_MAX_RANK];        /* elements */
     uint64_t dims[CF_MAX_RANK];       /* elements, fastest first */
     uint64_t strides[CF_MAX_RANK - 1]; /* bytes, of dims[1] and on */
+    int64_t shift_bytes;              /* from that address to the map's base */
 } CfTensorMap;
+
+/* Zeroed words of device memory, one for every launch that a graph captures: launches of one stream
+ * can share a tile counter, those of a graph run on whatever stream it is launched on. */
+typedef struct {
+    uint64_t next;                    /* address of the first that is free; advanced atomically */
+    uint64_t end;
+    uint64_t step;                    /* bytes from one to the next */
+} CfCounters;
 
 /* All of a launch that does not change between calls. */
 typedef struct {
@@ -131,7 +143,8 @@ typedef struct {
     uint32_t num_pointers;
     uint32_t num_maps;
     uint32_t pointer_offsets[CF_MAX_POINTERS]; /* in params; CF_NO_POINTER: only a map uses it */
-    uint32_t reserved;
+    uint32_t counter_idx;             /* pointer that is a tile counter, or CF_NO_POINTER */
+    CfCounters *counters;             /* where a captured launch takes another from; may be null */
     CfTensorMap maps[CF_MAX_MAPS];
 } CfLaunch;
 
@@ -242,8 +255,8 @@ static int encode(const CfLaunch *launch, const CfArguments *arguments, void *pa
             map->pointer_idx >= launch->num_pointers || map->rank > CF_MAX_RANK) {
             return CF_ERROR_STRUCT;
         }
-        CUresult result = encode_map(map, arguments->pointers[map->pointer_idx],
-                                     (char *)params + map->params_offset);
+        uint64_t base = arguments->pointers[map->pointer_idx] + (uint64_t)map->shift_bytes;
+        CUresult result = encode_map(map, base, (char *)params + map->params_offset);
         if (result != 0) return result;
     }
     return 0;
@@ -280,6 +293,31 @@ static CUresult launch_encoded(const CfLaunch *launch, CUstream stream, void *pa
                                 config.shared_bytes, stream, arguments, NULL);
 }
 
+/* The arguments, with a counter of its own in place of the stream's if a graph is being captured.
+ * Without a free one it is null: the kernel then deals its tiles out by position. (An error of the
+ * question means no: the default stream, while another stream is captured.) */
+static CfArguments with_counter(const CfLaunch *launch, const CfArguments *arguments) {
+    CfArguments own = *arguments;
+    int status = 0;
+    if (launch->counter_idx >= CF_MAX_POINTERS || own.pointers[launch->counter_idx] == 0) return own;
+    if (driver.stream_is_capturing(own.stream, &status) != 0 ||
+        status != CU_STREAM_CAPTURE_STATUS_ACTIVE) {
+        return own;
+    }
+    CfCounters *counters = launch->counters;
+    uint64_t address = 0;
+    if (counters != NULL) {
+        address = __atomic_load_n(&counters->next, __ATOMIC_RELAXED);
+        while (address < counters->end &&
+               !__atomic_compare_exchange_n(&counters->next, &address, address + counters->step, 1,
+                                            __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+        }
+        if (address >= counters->end) address = 0;
+    }
+    own.pointers[launch->counter_idx] = address;
+    return own;
+}
+
 /* Writes the finished parameter struct to `params`, which must be 64-byte aligned (a tensor map is
  * encoded in place). */
 CF_EXPORT int cf_encode(const CfLaunch *launch, const CfArguments *arguments, void *params) {
@@ -300,8 +338,9 @@ CF_EXPORT int cf_launch(const CfLaunch *launch, const CfArguments *arguments) {
     int pushed;
     int result = enter(launch->context, &pushed);
     if (result != 0) return result;
-    result = encode(launch, arguments, params);
-    if (result == 0) result = launch_encoded(launch, arguments->stream, params);
+    CfArguments own = with_counter(launch, arguments);
+    result = encode(launch, &own, params);
+    if (result == 0) result = launch_encoded(launch, own.stream, params);
     leave(pushed);
     return result;
 }

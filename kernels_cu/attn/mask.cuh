@@ -1,13 +1,11 @@
-// Which keys a query sees. A mask kind is a nested type of Config; its bounds are launch
-// parameters.
+// Which keys a query sees. A mask kind is a nested type of Config; its bounds belong to the
+// sequence (attn/sequence.cuh).
 //
 //   NoMask      only the end of the keys
 //   CausalMask  a right bound: causal in either alignment, or a window open to the left
 //   WindowMask  a right and a left bound, either of which may be unbounded
-//
-// Key j is visible to query i iff  i + shift - window_left <= j <= i + shift + window_right,
-// where shift is seqlen_kv - seqlen_q (bottom-right) or 0 (top-left).
 #pragma once
+#include "attn/sequence.cuh"
 #include "params.cuh"
 #include "ptx/ptx.cuh"
 #include "tile/math.cuh"
@@ -28,28 +26,24 @@ struct WindowMask {
 struct KeyRange {
   int first, end;
 };
-// Sums stay within int32: |shift|, window <= 2^30 and positions < 2^30 (the host checks).
-template <class Mask>
-CF_DEVICE KeyRange visible_keys(const ForwardParams& params, int query) {
-  KeyRange range{0, params.seqlen_kv};
-  if constexpr (Mask::kHasRight) {
-    range.end = min(range.end, query + min(params.shift + params.window_right, kUnbounded) + 1);
-  }
-  if constexpr (Mask::kHasLeft) {
-    range.first = max(range.first, query + max(params.shift - params.window_left, -kUnbounded));
-  }
+// Sums stay within int32: |left|, |right| <= 2^30 and positions < 2^30 (the host checks).
+template <class Mask, class Sequence>
+CF_DEVICE KeyRange visible_keys(const Sequence& sequence, int query) {
+  KeyRange range{0, sequence.seqlen_kv()};
+  if constexpr (Mask::kHasRight) range.end = min(range.end, query + sequence.right() + 1);
+  if constexpr (Mask::kHasLeft) range.first = max(range.first, query + sequence.left());
   return range;
 }
 
 // Masks an accumulator fragment of scores: row_query[r] is the query of fragment row g + 8 r, and
 // element 4 j + e lies at key kv_start + 8 j + 2 (lane % 4) + e % 2 of row e / 2.
-template <class Mask, int kCount>
-CF_DEVICE void mask_fragment(const ForwardParams& params, float (&s)[kCount],
+template <class Mask, class Sequence, int kCount>
+CF_DEVICE void mask_fragment(const Sequence& sequence, float (&s)[kCount],
                              const int (&row_query)[2], int kv_start) {
   const int column = kv_start + 2 * (ptx::lane() & 3);
   CF_UNROLL
   for (int row = 0; row < 2; ++row) {
-    const KeyRange range = visible_keys<Mask>(params, row_query[row]);
+    const KeyRange range = visible_keys<Mask>(sequence, row_query[row]);
     const int first = range.first - column, end = range.end - column;
     CF_UNROLL
     for (int j = 0; j < kCount / 4; ++j) {

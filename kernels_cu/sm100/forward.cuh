@@ -16,7 +16,8 @@
 //   warps 8-11   correction: rescales O, final scale, output through shared memory 88
 //   warp 12      one thread issues every matrix product; allocates tensor memory   56
 //   warp 13      one thread issues every TMA load                                  56
-//   warps 14-15  idle                                                              56
+//   warp 14      writes tiles in which no query sees a key, and rows of no sequence 56
+//   warp 15      idle                                                              56
 //
 // Tensor memory (128 lanes x 512 columns, all allocated; lane = query row of a stage), for 128:
 //   S0 [0, 128)   S1 [128, 256)   O0 [256, 384)   O1 [384, 512)         (64: O0 [256, 320), ...)
@@ -32,10 +33,18 @@
 // block of the next tile after the last block of this one):
 //   S0 = Q0 K_0^T, S1 = Q1 K_0^T;  then for every block j, for s = 0, 1:  O_s += P_s V_j,
 //   S_s = Q_s K_{j+1}^T
+//
+// General kernels (kGeneral) read lengths on the device, every role for itself. Their tensor maps
+// have one dimension more, so that rows beyond a sequence are out of bounds for TMA, in loads and
+// in stores (attn/ragged.cuh).
 #pragma once
 #include "attn/blocks.cuh"
 #include "attn/mask.cuh"
+#include "attn/padding.cuh"
+#include "attn/ragged.cuh"
 #include "attn/scheduler.cuh"
+#include "attn/sequence.cuh"
+#include "attn/softcap.cuh"
 #include "params.cuh"
 #include "ptx/ptx.cuh"
 #include "sm100/row_softmax.cuh"
@@ -54,6 +63,7 @@ inline constexpr int kGroupThreads = 128;
 inline constexpr int kCorrectionWarp = kQueryStages * kWarpsPerGroup;
 inline constexpr int kProductWarp = kCorrectionWarp + kWarpsPerGroup;
 inline constexpr int kLoadWarp = kProductWarp + 1;
+inline constexpr int kEmptyWarp = kLoadWarp + 1;
 
 inline constexpr int kSoftmaxRegisters = 184;
 inline constexpr int kCorrectionRegisters = 88;
@@ -164,7 +174,9 @@ inline constexpr uint32_t kDescriptorHigh = static_cast<uint32_t>(8 * Tile::kSpa
                                             1u << 14 | 2u << 29;
 
 // The work tiles of this CTA. Every role walks the same ones:
-//   for (CtaTiles<Config> tiles(params); tiles.valid(); tiles.next()) ... tiles.tile() ...
+//   for (CtaTiles<Config> tiles(params); tiles.valid(); tiles.next()) {
+//     const WorkTile tile = tiles.tile();
+//     if (!exists<Config>(tile)) continue;
 template <class Config>
 struct CtaTiles {
   const ForwardParams& params;
@@ -176,15 +188,61 @@ struct CtaTiles {
   }
   CF_DEVICE void next() { scheduler.next(); }
   CF_DEVICE WorkTile tile() const {
-    return decode_tile<typename Config::Mask>(params,
-                                              scheduler.tile(ptx::cta_idx(), ptx::num_ctas()));
+    return decode<Config, typename Config::Mask>(
+        params, scheduler.tile(ptx::cta_idx(), ptx::num_ctas()), params.heads_q, Config::kBlockM);
   }
 };
+
+// Packed sequences own more tiles than they need (attn/scheduler.cuh).
+template <class Config>
+CF_DEVICE bool exists(const WorkTile& tile) {
+  return Config::kGeneral == 0 || tile.m_block >= 0;
+}
 
 template <class Config>
 using Blocks = KvBlocks<typename Config::Mask, Config::kBlockN>;
 
-// All lanes' work so far is handed over by one arrival of the warp.
+// A tile and its sequence.
+template <class Config>
+struct Work {
+  static constexpr bool kGeneral = Config::kGeneral != 0;
+
+  typename SequenceOf<kGeneral>::Type sequence;
+  int query_begin;  // within the sequence
+  int head;         // of the queries
+  int batch;        // of the arrays; packed sequences share one
+
+  CF_DEVICE Work(const ForwardParams& params, const WorkTile& tile)
+      : sequence{params, tile.batch},
+        query_begin(tile.m_block * Config::kBlockM),
+        head(tile.head),
+        batch(tile.batch) {
+    if constexpr (kGeneral) {
+      if (params.cu_seqlens_q != nullptr) batch = 0;
+    }
+  }
+
+  // The blocks that the tile visits; partial where one of queries [begin, begin + rows) is masked.
+  CF_DEVICE Blocks<Config> blocks(int begin, int rows) const {
+    Blocks<Config> found(sequence, query_begin, Config::kBlockM, begin, rows);
+    if constexpr (kGeneral) {  // seqused_q may end before the tile
+      if (query_begin >= sequence.seqlen_q()) found.count = 0;
+    }
+    return found;
+  }
+  CF_DEVICE Blocks<Config> blocks() const { return blocks(query_begin, Config::kBlockM); }
+
+  CF_DEVICE TileRows<kGeneral> query_rows() const {
+    return {sequence.q_begin(), sequence.seqlen_q(), batch};
+  }
+  CF_DEVICE TileRows<kGeneral> key_rows() const {
+    return {sequence.kv_begin(), sequence.seqlen_kv(), batch};
+  }
+};
+
+// All lanes' work so far is handed over by one arrival of the warp. Whatever a whole warp waits for
+// in this file comes again only after a later arrival of that warp, so that no lane is left behind
+// in a wait while the barrier goes on to a phase of the same parity.
 CF_DEVICE void arrive_warp(saddr bar) {
   if constexpr (kKept<kNoArrivalWarpSync>) ptx::warp_sync();
   if (ptx::lane() == 0) ptx::mbarrier_arrive(bar);
@@ -192,28 +250,30 @@ CF_DEVICE void arrive_warp(saddr bar) {
 
 // --- loads (one thread) --------------------------------------------------------------------------
 
-template <class Tile>
-CF_DEVICE void load_tile(saddr dst, const CUtensorMap* map, saddr full, int rows, int row_begin,
-                         int head, int batch, uint64_t policy) {
-  ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(Tile::bytes(rows)));
+template <class Tile, bool kGeneral>
+CF_DEVICE void load_tile(saddr dst, const CUtensorMap* map, saddr full, int box_rows,
+                         const TileRows<kGeneral>& rows, int row_begin, int head, int batch_rows,
+                         uint64_t policy) {
+  ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(Tile::bytes(box_rows)));
   CF_UNROLL
   for (int c = 0; c < Tile::kChunks; ++c) {
-    ptx::tma_load_4d(dst + c * Tile::chunk_bytes(rows), map, full, c * Tile::kChunk, row_begin,
-                     head, batch, policy);
+    rows.load(dst + c * Tile::chunk_bytes(box_rows), map, full, c * Tile::kChunk, row_begin, head,
+              batch_rows, policy);
   }
 }
 
 // Loads a K or V tile into the next slot of the ring, once that is free.
-template <class Config, class Tile>
+template <class Config, class Tile, bool kGeneral>
 CF_DEVICE void load_slot(RingPlace<Config::kStages>& place, saddr smem, const CUtensorMap* map,
-                         int kv_start, const WorkTile& work) {
+                         const TileRows<kGeneral>& rows, int kv_start, int head_kv,
+                         int batch_rows) {
   using Layout = ForwardLayout<Config>;
   if constexpr (kKept<kNoKvEmptyWait>) {
     ptx::mbarrier_wait(barrier_at(smem + Layout::kKvEmpty, place.stage), place.phase ^ 1);
   }
   load_tile<Tile>(smem + Layout::kRing + place.stage * Layout::kSlotBytes, map,
-                  barrier_at(smem + Layout::kKvFull, place.stage), Config::kBlockN, kv_start,
-                  work.head_kv, work.batch, ptx::kEvictLast);
+                  barrier_at(smem + Layout::kKvFull, place.stage), Config::kBlockN, rows, kv_start,
+                  head_kv, batch_rows, ptx::kEvictLast);
   place.advance();
 }
 
@@ -225,12 +285,17 @@ CF_DEVICE void load_operands(const ForwardParams& params, saddr smem) {
   RingPlace<Config::kStages> place;
   uint32_t q_phase = 0;
   for (CtaTiles<Config> tiles(params); tiles.valid(); tiles.next()) {
-    const WorkTile work = tiles.tile();
-    const int query_begin = work.m_block * Config::kBlockM;
-    const Blocks<Config> blocks(params, query_begin, Config::kBlockM);
+    const WorkTile tile = tiles.tile();
+    if (!exists<Config>(tile)) continue;
+    const Work<Config> work(params, tile);
+    const Blocks<Config> blocks = work.blocks();
+    const auto keys = work.key_rows();
+    const int head_kv = work.head / params.group;
+    CF_NO_UNROLL
     for (int j = 0; j < blocks.count; ++j) {
-      load_slot<Config, typename Layout::QkTile>(place, smem, &params.k_map, blocks.at(j).start,
-                                                 work);
+      load_slot<Config, typename Layout::QkTile>(place, smem, &params.k_map, keys,
+                                                 blocks.at(j).start, head_kv,
+                                                 params.k_batch_rows);
       if (j == 0) {
         CF_UNROLL
         for (int s = 0; s < kQueryStages; ++s) {
@@ -239,13 +304,15 @@ CF_DEVICE void load_operands(const ForwardParams& params, saddr smem) {
           }
           load_tile<typename Layout::QkTile>(smem + Layout::kQ + s * Layout::kQBytes, &params.q_map,
                                              barrier_at(smem + Layout::kQFull, s), kStageRows,
-                                             query_begin + s * kStageRows, work.head_q, work.batch,
-                                             ptx::kEvictFirst);
+                                             work.query_rows(),
+                                             work.query_begin + s * kStageRows, work.head,
+                                             params.q_batch_rows, ptx::kEvictFirst);
         }
         q_phase ^= 1;
       }
-      load_slot<Config, typename Layout::VTile>(place, smem, &params.v_map, blocks.at(j).start,
-                                                work);
+      load_slot<Config, typename Layout::VTile>(place, smem, &params.v_map, keys,
+                                                blocks.at(j).start, head_kv,
+                                                params.v_batch_rows);
     }
   }
 }
@@ -269,8 +336,9 @@ struct BlockWalk {
   CF_DEVICE void next_tile() {
     index = count = 0;
     for (; count == 0 && tiles.valid(); tiles.next()) {
-      const int query_begin = tiles.tile().m_block * Config::kBlockM;
-      count = Blocks<Config>(tiles.params, query_begin, Config::kBlockM).count;
+      const WorkTile tile = tiles.tile();
+      if (!exists<Config>(tile)) continue;
+      count = Work<Config>(tiles.params, tile).blocks().count;
     }
   }
 };
@@ -412,12 +480,13 @@ CF_DEVICE void softmax(const ForwardParams& params, saddr smem, taddr tmem, int 
   uint32_t block_phase = 0, tile_phase = 0;
 
   for (CtaTiles<Config> tiles(params); tiles.valid(); tiles.next()) {
-    const WorkTile work = tiles.tile();
-    const int tile_begin = work.m_block * Config::kBlockM;
-    const int stage_begin = tile_begin + stage * kStageRows;
+    const WorkTile tile = tiles.tile();
+    if (!exists<Config>(tile)) continue;
+    const Work<Config> work(params, tile);
+    const int stage_begin = work.query_begin + stage * kStageRows;
     const int query = stage_begin + row;
-    // The tile's blocks; partial where some row of this stage is masked.
-    const Blocks<Config> blocks(params, tile_begin, Config::kBlockM, stage_begin, kStageRows);
+    const Blocks<Config> blocks = work.blocks(stage_begin, kStageRows);
+    if (blocks.count == 0) continue;
     RowSoftmax state{params.softmax_scale_log2};
 
     CF_NO_UNROLL
@@ -435,7 +504,8 @@ CF_DEVICE void softmax(const ForwardParams& params, saddr smem, taddr tmem, int 
       }
       if constexpr (kKept<kNoScoresLoadWait>) ptx::tcgen05_wait_ld();
       ptx::tcgen05_pin(s);
-      if (block.partial) mask_row<Mask>(params, s, query, block.start);
+      if constexpr (Config::kGeneral != 0) cap_scores(params, s);
+      if (block.partial) mask_row<Mask>(work.sequence, s, query, block.start);
 
       const float factor = state.raise(row_max(s, state.max));
       if (j > 0) {
@@ -469,17 +539,15 @@ CF_DEVICE void softmax(const ForwardParams& params, saddr smem, taddr tmem, int 
       state.sum = ptx::fma(state.sum, factor, row_sum(s));
     }
 
-    if (blocks.count > 0) {
-      if constexpr (kKept<kNoSumsEmptyWait>) {
-        ptx::mbarrier_wait(barrier_at(smem + Layout::kSumsEmpty, stage), tile_phase ^ 1);
-      }
-      tile_phase ^= 1;
-      ptx::sts_f32(sums, state.sum);
-      arrive_warp(barrier_at(smem + Layout::kSumsFull, stage));
+    if constexpr (kKept<kNoSumsEmptyWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kSumsEmpty, stage), tile_phase ^ 1);
     }
-    if (params.lse != nullptr && query < params.seqlen_q) {
+    tile_phase ^= 1;
+    ptx::sts_f32(sums, state.sum);
+    arrive_warp(barrier_at(smem + Layout::kSumsFull, stage));
+    if (params.lse != nullptr && query < work.sequence.seqlen_q()) {
       float* lse_gmem = params.lse + work.batch * params.lse_stride_batch +
-                        work.head_q * params.lse_stride_head;  // [seqlen_q]
+                        work.head * params.lse_stride_head + work.sequence.q_begin();
       ptx::stg_f32(lse_gmem + query, state.log_sum_exp(params.softmax_scale));
     }
   }
@@ -547,8 +615,8 @@ struct Correction {
     }
   }
 
-  // out = O_s / sum, rows without keys 0, through shared memory. `seen`: the tile has key blocks.
-  CF_DEVICE void write_out(const ForwardParams& params, const WorkTile& work, int s, bool seen,
+  // out = O_s / sum, rows without keys 0, through shared memory.
+  CF_DEVICE void write_out(const ForwardParams& params, const Work<Config>& work, int s,
                            uint32_t tile_phase) const {
     // The store before the last one, of this stage, has read its tile.
     if (warp == 0 && ptx::lane() == 0) {
@@ -557,53 +625,47 @@ struct Correction {
     if constexpr (kKept<kNoStagingFreeBarrier>) {
       ptx::named_barrier_sync(kOutBarrier, kGroupThreads);
     }
-    if (seen) {
-      if constexpr (kKept<kNoSumsFullWait>) {
-        ptx::mbarrier_wait(barrier_at(smem + Layout::kSumsFull, s), tile_phase);
-      }
-      const float sum = ptx::lds_f32(smem + Layout::kSums + 4 * (s * kStageRows + row));
-      arrive_warp(barrier_at(smem + Layout::kSumsEmpty, s));
-      const bool empty = sum == 0.0f;  // else p of the maximum is in it, about 1 or more
-      const float factor = ptx::rcp(sum);
-      if constexpr (kKept<kNoOutFullWait>) {
-        ptx::mbarrier_wait(barrier_at(smem + Layout::kOutFull, s), tile_phase);
-      }
-      if constexpr (kKept<kNoOutFenceAfter>) ptx::tcgen05_fence_after();
+    if constexpr (kKept<kNoSumsFullWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kSumsFull, s), tile_phase);
+    }
+    const float sum = ptx::lds_f32(smem + Layout::kSums + 4 * (s * kStageRows + row));
+    arrive_warp(barrier_at(smem + Layout::kSumsEmpty, s));
+    const bool empty = sum == 0.0f;  // else p of the maximum is in it, about 1 or more
+    const float factor = ptx::rcp(sum);
+    if constexpr (kKept<kNoOutFullWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kOutFull, s), tile_phase);
+    }
+    if constexpr (kKept<kNoOutFenceAfter>) ptx::tcgen05_fence_after();
+    CF_UNROLL
+    for (int piece = 0; piece < kPieces; ++piece) {
+      float o[kPieceColumns];
+      ptx::tcgen05_ld<kPieceColumns>(o, out_column(s, piece));
+      if constexpr (kKept<kNoOutLoadWait>) ptx::tcgen05_wait_ld();
+      ptx::tcgen05_pin(o);
+      if (piece == kPieces - 1) release_out(s);
       CF_UNROLL
-      for (int piece = 0; piece < kPieces; ++piece) {
-        float o[kPieceColumns];
-        ptx::tcgen05_ld<kPieceColumns>(o, out_column(s, piece));
-        if constexpr (kKept<kNoOutLoadWait>) ptx::tcgen05_wait_ld();
-        ptx::tcgen05_pin(o);
-        if (piece == kPieces - 1) release_out(s);
+      for (int i = 0; i < kPieceColumns; i += 2) {
+        ptx::mul2(o[i], o[i + 1], o[i], o[i + 1], factor, factor);
+      }
+      if (ptx::vote_any(empty)) {
         CF_UNROLL
-        for (int i = 0; i < kPieceColumns; i += 2) {
-          ptx::mul2(o[i], o[i + 1], o[i], o[i + 1], factor, factor);
-        }
-        if (ptx::vote_any(empty)) {
-          CF_UNROLL
-          for (int i = 0; i < kPieceColumns; ++i) o[i] = empty ? 0.0f : o[i];
-        }
-        stage_out(s, piece, o);
+        for (int i = 0; i < kPieceColumns; ++i) o[i] = empty ? 0.0f : o[i];
       }
-    } else {
-      const float zeros[kPieceColumns] = {};
-      CF_UNROLL
-      for (int piece = 0; piece < kPieces; ++piece) stage_out(s, piece, zeros);
+      stage_out(s, piece, o);
     }
     if constexpr (kKept<kNoProxyFence>) ptx::fence_proxy_async();
     if constexpr (kKept<kNoStagingFullBarrier>) {
       ptx::named_barrier_sync(kOutBarrier, kGroupThreads);
     }
     if (warp == 0 && ptx::lane() == 0) {
-      // Rows past seqlen_q and columns past head_dim_v are clipped by the map.
+      // Rows past the sequence and columns past head_dim_v are clipped by the map.
+      const auto rows = work.query_rows();
       CF_UNROLL
       for (int c = 0; c < VTile::kChunks; ++c) {
-        ptx::tma_store_4d(&params.out_map,
-                          smem + Layout::kOut + s * Layout::kOutBytes +
-                              c * VTile::chunk_bytes(kStageRows),
-                          c * VTile::kChunk, work.m_block * Config::kBlockM + s * kStageRows,
-                          work.head_q, work.batch);
+        rows.store(&params.out_map,
+                   smem + Layout::kOut + s * Layout::kOutBytes + c * VTile::chunk_bytes(kStageRows),
+                   c * VTile::kChunk, work.query_begin + s * kStageRows, work.head,
+                   params.rows_q);
       }
       ptx::tma_commit();
     }
@@ -616,23 +678,47 @@ struct Correction {
     CF_UNROLL
     for (int s = 0; s < kQueryStages; ++s) release_out(s);
     for (CtaTiles<Config> tiles(params); tiles.valid(); tiles.next()) {
-      const WorkTile work = tiles.tile();
-      const int count =
-          Blocks<Config>(params, work.m_block * Config::kBlockM, Config::kBlockM).count;
+      const WorkTile tile = tiles.tile();
+      if (!exists<Config>(tile)) continue;
+      const Work<Config> work(params, tile);
+      const int count = work.blocks().count;
+      if (count == 0) continue;
       CF_NO_UNROLL
       for (int j = 1; j < count; ++j) {
         CF_NO_UNROLL
         for (int s = 0; s < kQueryStages; ++s) rescale(s);
       }
       CF_NO_UNROLL
-      for (int s = 0; s < kQueryStages; ++s) write_out(params, work, s, count > 0, tile_phase);
-      if (count > 0) tile_phase ^= 1;
+      for (int s = 0; s < kQueryStages; ++s) write_out(params, work, s, tile_phase);
+      tile_phase ^= 1;
     }
     if (warp == 0 && ptx::lane() == 0) {
       if constexpr (kKept<kNoStoreWait>) ptx::tma_wait<0>();
     }
   }
 };
+
+// --- what no product reaches (one warp) ----------------------------------------------------------
+
+// Zeros and -inf for the tiles in which no query sees a key, which the other roles pass over, and
+// for this CTA's share of the rows of no sequence.
+template <class Config>
+CF_DEVICE void write_empty(const ForwardParams& params) {
+  using Element = typename Config::Element;
+  for (CtaTiles<Config> tiles(params); tiles.valid(); tiles.next()) {
+    const WorkTile tile = tiles.tile();
+    if (!exists<Config>(tile)) continue;
+    const Work<Config> work(params, tile);
+    if (work.blocks().count > 0) continue;
+    const int end = min(work.query_begin + Config::kBlockM, work.sequence.seqlen_q());
+    write_empty_rows<Element>(params, work.batch, work.head,
+                              work.sequence.q_begin() + work.query_begin,
+                              work.sequence.q_begin() + end, true);
+  }
+  if constexpr (Config::kGeneral != 0) {
+    write_padding<Element>(params, ptx::cta_idx(), ptx::num_ctas());
+  }
+}
 
 // --- the kernel ----------------------------------------------------------------------------------
 
@@ -668,7 +754,7 @@ CF_DEVICE void forward(const ForwardParams& params) {
   } else if (warp == kLoadWarp && ptx::elect_one()) {
     initialize_barriers<Config>(smem);
     ptx::tma_prefetch_descriptor(&params.out_map);
-    if (params.seqlen_kv > 0) {  // else the maps of k and v are empty
+    if (params.rows_kv > 0) {  // else the maps of k and v are empty
       ptx::tma_prefetch_descriptor(&params.q_map);
       ptx::tma_prefetch_descriptor(&params.k_map);
       ptx::tma_prefetch_descriptor(&params.v_map);
@@ -694,6 +780,8 @@ CF_DEVICE void forward(const ForwardParams& params) {
       if (ptx::elect_one()) Products<Config>{smem, tmem}.run(params);
     } else if (warp == kLoadWarp) {
       if (ptx::elect_one()) load_operands<Config>(params, smem);
+    } else if (warp == kEmptyWarp) {
+      write_empty<Config>(params);
     }
     ptx::warp_sync();
   }

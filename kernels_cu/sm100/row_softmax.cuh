@@ -4,7 +4,6 @@
 #pragma once
 #include "attn/mask.cuh"
 #include "attn/softmax.cuh"
-#include "params.cuh"
 #include "ptx/ptx.cuh"
 
 namespace cf::sm100 {
@@ -61,9 +60,9 @@ CF_DEVICE uint32_t low_bits(int count) {
 // Masks a row of scores: element i is key kv_start + i. Visible keys are bits of one word for every
 // 32 columns: the compiler turns its bits into predicates eight at a time (R2P), where comparing
 // each column would double the work.
-template <class Mask, int kCount>
-CF_DEVICE void mask_row(const ForwardParams& params, float (&s)[kCount], int query, int kv_start) {
-  const KeyRange range = visible_keys<Mask>(params, query);
+template <class Mask, class Sequence, int kCount>
+CF_DEVICE void mask_row(const Sequence& sequence, float (&s)[kCount], int query, int kv_start) {
+  const KeyRange range = visible_keys<Mask>(sequence, query);
   const int first = range.first - kv_start, end = range.end - kv_start;
   CF_UNROLL
   for (int word = 0; word < kCount / 32; ++word) {

@@ -32,15 +32,24 @@
 // FlashAttention-2's schedule: values travel under the score product, the next keys under the
 // softmax and the second product.
 //
+// General kernels (kGeneral) read lengths on the device: rows of packed sequences start where those
+// say, and what lies behind a length is to them what lies behind the arrays is to the others, not
+// copied (zeros arrive) and not written. Capping the scores and what the mask needs to know of the
+// sequence cost registers only where they are used.
+//
 // Note [Opaque values]
 // The loop has no register to spare, and the compiler would spend one on every loop invariant that
-// it can name. What is needed rarely (the mask's bounds, the tile's coordinates for the epilogue)
-// or costs little (shared-memory addresses, kHideThread) is recomputed from a value that went
-// through a warp shuffle, which it can neither hoist out of the loop nor reuse.
+// that it can name. What is needed rarely (the mask's bounds, the tile's coordinates for the
+// epilogue and, with kHideThread, for the mask) or costs little (shared-memory addresses,
+// kHideThread) is recomputed from a value that went through a warp shuffle, which it can neither
+// hoist out of the loop nor reuse.
 #pragma once
 #include "attn/blocks.cuh"
 #include "attn/mask.cuh"
+#include "attn/padding.cuh"
 #include "attn/scheduler.cuh"
+#include "attn/sequence.cuh"
+#include "attn/softcap.cuh"
 #include "attn/softmax.cuh"
 #include "params.cuh"
 #include "ptx/ptx.cuh"
@@ -61,6 +70,10 @@ enum ForwardMutant {
 };
 template <ForwardMutant kId>
 inline constexpr bool kKept = ptx::kMutant != kId;
+
+// CTAs that look for rows of no sequence (general kernels), at most: where there are more, most
+// would look in vain.
+inline constexpr int kPaddingWorkers = 256;
 
 template <class Config>
 struct ForwardLayout {
@@ -201,6 +214,8 @@ struct Forward {
   static constexpr int kKeySteps = Config::kBlockN / 16;
   static constexpr int kVSteps = Config::kHeadDimV / 16;
   static constexpr bool kQueryInRegisters = Config::kQueryInRegisters != 0;
+  static constexpr bool kGeneral = Config::kGeneral != 0;
+  using Sequence = typename SequenceOf<kGeneral>::Type;
   using Softmax = OnlineSoftmax<false>;
 
   // Accumulators: element 4 j + e of fragment f is row 16 f + g + 8 (e / 2) of the warp's rows and
@@ -277,6 +292,21 @@ struct Forward {
     }
   }
 
+  // Half a fragment at a time: ptxas interleaves all that one branch holds, and 128 keys spill 848
+  // bytes (NVRTC 13.5).
+  CF_DEVICE static void cap(const ForwardParams& params, Scores& scores) {
+    if constexpr (kGeneral) {
+      constexpr int kHalf = Config::kBlockN / 4;
+      CF_UNROLL
+      for (int f = 0; f < kFragments; ++f) {
+        CF_UNROLL
+        for (int half = 0; half < 2; ++half) {
+          cap_scores(params, reinterpret_cast<float(&)[kHalf]>(scores[f][half * kHalf]));
+        }
+      }
+    }
+  }
+
   // A score fragment's accumulators are, packed in pairs, the A operand of the same 16 keys.
   CF_DEVICE static void pack_probabilities(uint32_t (&packed)[Config::kBlockN / 4],
                                            const float (&fragment)[Config::kBlockN / 2]) {
@@ -317,6 +347,28 @@ struct Forward {
     for (int i = 0; i < Config::kHeadDimV / 2; ++i) fragment[i] *= factor[(i & 3) >> 1];
   }
 
+  CF_DEVICE static WorkTile decode_tile(const ForwardParams& params, int tile_idx) {
+    return decode<Config, Mask>(params, tile_idx, params.heads_q, Config::kBlockM);
+  }
+  // The tile once more, for the mask and the epilogue: Note [Opaque values]. Packed sequences take
+  // a search, so general kernels keep what it found, in two registers.
+  CF_DEVICE static int flat_head_of(const ForwardParams& params, const WorkTile& work) {
+    return kGeneral ? work.batch * params.heads_q + work.head : 0;
+  }
+  CF_DEVICE static WorkTile tile_again(const ForwardParams& params, int tile_idx, int m_block,
+                                       int flat_head) {
+    if constexpr (kGeneral) {
+      const int opaque = ptx::warp_uniform(flat_head), batch = opaque / params.heads_q;
+      return {ptx::warp_uniform(m_block), opaque - batch * params.heads_q, batch};
+    } else {
+      return decode_tile(params, ptx::warp_uniform(tile_idx));
+    }
+  }
+  // Packed sequences share one batch of the arrays.
+  CF_DEVICE static int array_batch(const ForwardParams& params, const WorkTile& work) {
+    return kGeneral && params.cu_seqlens_q != nullptr ? 0 : work.batch;
+  }
+
   // Writes the warp's rows of the output through its own part of shared memory, so that global
   // stores are 16 bytes wide; and their log-sum-exps. The loop's last barrier came after the last
   // read of the queries, whose place the output takes.
@@ -325,11 +377,13 @@ struct Forward {
     const int g = ptx::lane() >> 2, q = ptx::lane() & 3;
     const int warp_row = ptx::warp() * Layout::kWarpRows;
     const int query_begin = work.m_block * Config::kBlockM;
+    const Sequence sequence{params, work.batch};
     const saddr out_smem = ptx::smem_base() + Layout::kOut;
 
-    float* lse_gmem = params.lse;  // [batch, heads_q, seqlen_q]
+    float* lse_gmem = params.lse;  // [seqlen_q]
     if (lse_gmem != nullptr) {
-      lse_gmem += work.batch * params.lse_stride_batch + work.head_q * params.lse_stride_head;
+      lse_gmem += array_batch(params, work) * params.lse_stride_batch +
+                  work.head * params.lse_stride_head + sequence.q_begin();
     }
     CF_UNROLL
     for (int f = 0; f < kFragments; ++f) {
@@ -348,22 +402,24 @@ struct Forward {
                      ptx::pack2<Element>(empty ? 0.0f : pair[0] * factor[r],
                                          empty ? 0.0f : pair[1] * factor[r]));
         }
-        if (lse_gmem != nullptr && q == 0 && query_begin + row < params.seqlen_q) {
+        if (lse_gmem != nullptr && q == 0 && query_begin + row < sequence.seqlen_q()) {
           ptx::stg_f32(lse_gmem + query_begin + row, lse[r]);
         }
       }
     }
     if constexpr (kKept<kNoOutSync>) ptx::warp_sync();
 
-    Element* out_gmem = static_cast<Element*>(params.out) + work.batch * params.out_stride_batch +
-                        work.head_q * params.out_stride_head;  // [seqlen_q, head_dim_v]
+    Element* out_gmem = static_cast<Element*>(params.out) +  // [seqlen_q, head_dim_v]
+                        array_batch(params, work) * params.out_stride_batch +
+                        work.head * params.out_stride_head +
+                        sequence.q_begin() * params.out_stride_seqlen;
     constexpr int kGranules = Config::kHeadDimV / 8;  // of 16 bytes, in a row
     CF_UNROLL
     for (int i = 0; i < Layout::kWarpRows * kGranules / 32; ++i) {
       const int item = i * 32 + ptx::lane();
       const int row = warp_row + item / kGranules, granule = item % kGranules;
       const int64_t query = query_begin + row;
-      if (query < params.seqlen_q && granule * 8 < params.head_dim_v) {
+      if (query < sequence.seqlen_q() && granule * 8 < params.head_dim_v) {
         ptx::stg128(
             out_gmem + query * params.out_stride_seqlen + granule * 8,
             ptx::lds128(out_smem + VTile::granule_offset(Config::kBlockM, row, granule)));
@@ -373,27 +429,36 @@ struct Forward {
 
   // One tile of queries, as the pipeline at the top of this file says.
   CF_DEVICE static void run_tile(const ForwardParams& params, int tile_idx) {
-    const WorkTile work = decode_tile<Mask>(params, tile_idx);
+    const WorkTile work = decode_tile(params, tile_idx);
+    const Sequence sequence{params, work.batch};
     constexpr int kStages = Config::kStages;
     constexpr int kInFlight = 2 * kStages - 2;  // groups that the loop's waits leave pending
     const saddr smem = ptx::smem_base();
     const Thread first_thread = this_thread();
     const int query_begin = work.m_block * Config::kBlockM;
-    const KvBlocks<Mask, Config::kBlockN> blocks(params, query_begin, Config::kBlockM);
+    if constexpr (kGeneral) {
+      if (work.m_block < 0 || query_begin >= sequence.seqlen_q()) return;
+    }
+    const KvBlocks<Mask, Config::kBlockN> blocks(sequence, query_begin, Config::kBlockM);
     const int num_blocks = blocks.count;
+    const int flat_head = flat_head_of(params, work);
 
+    const int batch = array_batch(params, work), head_kv = work.head / params.group;
     const TileCopy<QkTile, Config::kBlockM, Layout::kThreads, Element> query_copy(
         first_thread, params.q,
-        work.batch * params.q_stride_batch + work.head_q * params.q_stride_head,
-        params.q_stride_seqlen, params.seqlen_q, params.head_dim_qk);
+        batch * params.q_stride_batch + work.head * params.q_stride_head +
+            sequence.q_begin() * params.q_stride_seqlen,
+        params.q_stride_seqlen, sequence.seqlen_q(), params.head_dim_qk);
     TileCopy<QkTile, Config::kBlockN, Layout::kThreads, Element> key_copy(
         first_thread, params.k,
-        work.batch * params.k_stride_batch + work.head_kv * params.k_stride_head,
-        params.k_stride_seqlen, params.seqlen_kv, params.head_dim_qk);
+        batch * params.k_stride_batch + head_kv * params.k_stride_head +
+            sequence.kv_begin() * params.k_stride_seqlen,
+        params.k_stride_seqlen, sequence.seqlen_kv(), params.head_dim_qk);
     TileCopy<VTile, Config::kBlockN, Layout::kThreads, Element> value_copy(
         first_thread, params.v,
-        work.batch * params.v_stride_batch + work.head_kv * params.v_stride_head,
-        params.v_stride_seqlen, params.seqlen_kv, params.head_dim_v);
+        batch * params.v_stride_batch + head_kv * params.v_stride_head +
+            sequence.kv_begin() * params.v_stride_seqlen,
+        params.v_stride_seqlen, sequence.seqlen_kv(), params.head_dim_v);
     const auto keys = [smem](int slot) {
       return smem + static_cast<uint32_t>(Layout::kKeys + slot * Layout::kKeyBytes);
     };
@@ -438,13 +503,20 @@ struct Forward {
       const Thread thread = this_thread();
       Scores scores;
       multiply_query_keys(scores, query, thread, smem, keys(slot));
+      cap(params, scores);
       if (block.partial) {
-        // Opaque, or the bounds of all rows would be held in registers: Note [Opaque values].
-        const int row = ptx::warp_uniform(query_begin) + thread.warp() * Layout::kWarpRows +
+        // Opaque, or the bounds of all rows would be held in registers: Note [Opaque values]. Where
+        // those are scarcest not even the tile's place is kept.
+        WorkTile again{ptx::warp_uniform(work.m_block), 0, 0};
+        if constexpr (kGeneral || Config::kHideThread != 0) {
+          again = tile_again(params, tile_idx, work.m_block, flat_head);
+        }
+        const Sequence masked{params, again.batch};
+        const int row = again.m_block * Config::kBlockM + thread.warp() * Layout::kWarpRows +
                         (thread.lane() >> 2);
         CF_UNROLL
         for (int f = 0; f < kFragments; ++f) {
-          mask_fragment<Mask>(params, scores[f], {row + 16 * f, row + 16 * f + 8}, block.start);
+          mask_fragment<Mask>(masked, scores[f], {row + 16 * f, row + 16 * f + 8}, block.start);
         }
       }
 
@@ -474,8 +546,7 @@ struct Forward {
       ptx::cp_async_commit();
       slot = slot == kStages - 1 ? 0 : slot + 1;
     }
-    // Decoded again rather than kept: Note [Opaque values].
-    write_output(params, decode_tile<Mask>(params, ptx::warp_uniform(tile_idx)), softmax, out);
+    write_output(params, tile_again(params, tile_idx, work.m_block, flat_head), softmax, out);
   }
 };
 
@@ -485,6 +556,12 @@ template <class Config>
 CF_DEVICE void forward(const ForwardParams& params) {
   static_assert(is_same<typename Config::Scheduler, SingleTile>);
   if (ptx::cta_idx() < params.num_tiles) Forward<Config>::run_tile(params, ptx::cta_idx());
+  if constexpr (Config::kGeneral != 0) {
+    const int workers = min(ptx::num_ctas(), kPaddingWorkers);
+    if (ptx::cta_idx() < workers && ptx::warp() == 0) {
+      write_padding<typename Config::Element>(params, ptx::cta_idx(), workers);
+    }
+  }
 }
 
 }  // namespace cf::sm80

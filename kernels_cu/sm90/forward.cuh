@@ -7,8 +7,9 @@
 // ISA; what this chip does is measured in docs/kernels/sm90_forward.md.
 //
 // Roles (registers per thread after setmaxnreg, with 2 or 3 consumer warpgroups):
-//   warpgroup 0      producer: one thread of warp 0 issues every TMA load      24 or 32
-//                    warp 1 writes the tiles in which no query sees a key
+//   warpgroup 0      warp 0, producer: one thread issues every TMA load        24 or 32
+//                    warp 1, scheduler: deals out tiles, writes those in which
+//                    no query sees a key and the rows of no sequence
 //   warpgroup 1...   consumers: 64 query rows each                             240 or 160
 //
 // Shared memory, in order (ForwardLayout; 128-byte swizzled tiles, 64-byte at head_dim 96):
@@ -16,6 +17,7 @@
 //   K    [stages][kBlockN][head_dim_qk]
 //   V    [stages][kBlockN][head_dim_v]
 //   out  [consumer warpgroups][64][head_dim_v]              only with kOutBuffer
+//   tiles [3][12] words, from the scheduler to the others   (TileSlot)
 //   barriers
 //
 // Pipeline of a consumer warpgroup over its stream of key blocks j (right to left, tile after
@@ -26,11 +28,19 @@
 // products. Without it (large heads) the pipeline drains at every tile's end, since the output tile
 // reuses Q.
 //
-// With kCluster = 2 the CTAs of a pair work on neighbouring query blocks and each loads half of
-// every K and V block into both (TMA multicast), which halves the L2 reads.
+// With kCluster = 2 the CTAs of a pair work on neighbouring query blocks, or (kPairHeads) on the
+// same block of two query heads that share their keys, and each loads half of every K and V block
+// into both (TMA multicast), which halves the L2 reads.
+//
+// General kernels (kGeneral) read lengths on the device. Their tensor maps have one dimension more,
+// so that rows beyond a sequence are out of bounds for TMA, in loads and in stores
+// (attn/ragged.cuh): nothing else in this file distinguishes packed sequences.
 #pragma once
 #include "attn/blocks.cuh"
+#include "attn/padding.cuh"
+#include "attn/ragged.cuh"
 #include "attn/scheduler.cuh"
+#include "attn/softcap.cuh"
 #include "attn/softmax.cuh"
 #include "params.cuh"
 #include "ptx/ptx.cuh"
@@ -48,7 +58,7 @@ inline constexpr int kTurnBarrier = 1;      // + w
 inline constexpr int kEpilogueBarrier = 4;  // + w: the 128 threads of consumer warpgroup w
 
 // One synchronisation taken out each: every one of them must be caught by the emulator.
-inline constexpr int kForwardMutants = 16;
+inline constexpr int kForwardMutants = 20;
 enum ForwardMutant {
   kNoKEmptyWait = 1,
   kNoVEmptyWait,
@@ -66,6 +76,10 @@ enum ForwardMutant {
   kEarlyQRelease,
   kOwnReleaseOnly,
   kNoExitSync,
+  kNoTileFullWait,
+  kNoTileEmptyWait,
+  kEarlyTileRelease,
+  kNoTicketWait,
 };
 template <ForwardMutant kId>
 inline constexpr bool kKept = ptx::kMutant != kId;
@@ -80,6 +94,7 @@ struct ForwardLayout {
   static_assert(Config::kBlockM == kWarpgroups * kWarpgroupRows);
   static_assert(Config::kBlockN % 16 == 0 && Config::kBlockN <= 256);
   static_assert(kCluster == 1 || kCluster == 2);
+  static_assert(!Config::kPairHeads || kCluster == 2);
 
   // Bytes of one warpgroup's query and output tile, and of one stage of keys and values.
   static constexpr int kQBytes = QkTile::bytes(kWarpgroupRows);
@@ -95,7 +110,11 @@ struct ForwardLayout {
   static constexpr int kVEnd = kV + Config::kStages * kVBytes;
   static constexpr int kOut = Config::kOutBuffer ? kVEnd : kQ;
   static constexpr int kOutStride = Config::kOutBuffer ? kOutBytes : kQBytes;
-  static constexpr int kBarriers = Config::kOutBuffer ? kVEnd + kWarpgroups * kOutBytes : kVEnd;
+  static constexpr int kTiles = Config::kOutBuffer ? kVEnd + kWarpgroups * kOutBytes : kVEnd;
+  static constexpr int kTileSlots = Config::kTileSlots;
+  static constexpr int kTileBytes = 48;
+  static constexpr int kTickets = kTiles + kTileSlots * kTileBytes;  // [2], in the second CTA
+  static constexpr int kBarriers = kTickets + 16;
 
   // mbarriers. Full: one arrival, of the producer, with the bytes of the load. Empty: every
   // consumer warp that has done with the buffer, K and V also those of the other CTA of a cluster,
@@ -107,12 +126,21 @@ struct ForwardLayout {
   static constexpr int kKEmpty = kKFull + 8 * Config::kStages;
   static constexpr int kVFull = kKEmpty + 8 * Config::kStages;
   static constexpr int kVEmpty = kVFull + 8 * Config::kStages;
-  static constexpr int kBytes = kVEmpty + 8 * Config::kStages;
+  // A tile is described (the scheduler arrives), and no longer needed (the producer warp and one
+  // thread of each consumer warpgroup).
+  static constexpr int kTileFull = kVEmpty + 8 * Config::kStages;  // [tile slot]
+  static constexpr int kTileEmpty = kTileFull + 8 * kTileSlots;
+  // The tile that the first CTA of a cluster claimed has come (in the second), has been read (in
+  // the first).
+  static constexpr int kTicketFull = kTileEmpty + 8 * kTileSlots;  // [2]
+  static constexpr int kTicketEmpty = kTicketFull + 8 * 2;
+  static constexpr int kBytes = kTicketEmpty + 8 * 2;
   static_assert(kBytes <= 232448, "Hopper has 227 KB of shared memory a CTA");
 
   static constexpr int kQEmptyArrivals = Config::kOutBuffer ? kWarpsPerWarpgroup : 1;
   static constexpr int kKEmptyArrivals = kCluster * kWarpgroups * kWarpsPerWarpgroup;
   static constexpr int kVEmptyArrivals = kCluster * kWarpgroups;
+  static constexpr int kTileEmptyArrivals = 1 + kWarpgroups;
 };
 
 template <class Config>
@@ -128,35 +156,226 @@ CF_DEVICE void initialize_barriers(saddr smem) {
     ptx::mbarrier_init(barrier_at(smem + Layout::kVFull, i), 1);
     ptx::mbarrier_init(barrier_at(smem + Layout::kVEmpty, i), Layout::kVEmptyArrivals);
   }
+  for (int i = 0; i < Layout::kTileSlots; ++i) {
+    ptx::mbarrier_init(barrier_at(smem + Layout::kTileFull, i), 1);
+    ptx::mbarrier_init(barrier_at(smem + Layout::kTileEmpty, i), Layout::kTileEmptyArrivals);
+  }
+  for (int i = 0; i < 2; ++i) {
+    ptx::mbarrier_init(barrier_at(smem + Layout::kTicketFull, i), 1);
+    ptx::mbarrier_init(barrier_at(smem + Layout::kTicketEmpty, i), 1);
+  }
   ptx::fence_mbarrier_init();
 }
 
-// Where a CTA is in its stream of tiles. Producer and consumers walk the same stream.
+// A whole warp waits where one lane goes on to do something. None may be left behind: it could be
+// still waiting when the phase after the next has begun, whose parity looks like the one it missed.
+CF_DEVICE void await_as_warp(saddr barrier, uint32_t parity) {
+  ptx::mbarrier_wait(barrier, parity);
+  ptx::warp_sync();
+}
+
+// A tile of this CTA's stream in shared memory, as the scheduler described it. Members are read
+// where they are needed rather than kept in registers.
 template <class Config>
-struct TileCursor {
-  using Blocks = KvBlocks<typename Config::Mask, Config::kBlockN>;
-  static constexpr int kSlotRows = Config::kCluster * Config::kBlockM;
+struct TileSlot {
+  saddr words;
 
-  typename Config::Scheduler scheduler;
+  CF_DEVICE int word(int i) const { return static_cast<int>(ptx::lds32(words + 4u * i)); }
+  // Key blocks that the cluster visits, at least 1; -1: the stream ends.
+  CF_DEVICE int count() const { return word(0); }
+  CF_DEVICE int end() const { return word(1); }           // the block after the last
+  CF_DEVICE int query_begin() const { return word(2); }   // of this CTA, within the sequence
+  CF_DEVICE int head_q() const { return word(3); }
+  CF_DEVICE int batch() const { return word(4); }
+  CF_DEVICE int head_kv() const { return word(5); }
 
-  CF_DEVICE static int slot() { return ptx::cta_idx() / Config::kCluster; }
-  CF_DEVICE static int slots() { return ptx::num_ctas() / Config::kCluster; }
+  // General kernels: the members of a Sequence.
+  CF_DEVICE int q_begin() const { return word(6); }
+  CF_DEVICE int kv_begin() const { return word(7); }
+  CF_DEVICE int seqlen_q() const { return word(8); }
+  CF_DEVICE int seqlen_kv() const { return word(9); }
+  CF_DEVICE int left() const { return word(10); }
+  CF_DEVICE int right() const { return word(11); }
+
+  CF_DEVICE auto sequence(const ForwardParams& params) const {
+    if constexpr (Config::kGeneral != 0) {
+      return *this;
+    } else {
+      return FixedSequence{params, 0};
+    }
+  }
+
+  template <class Sequence>
+  CF_DEVICE void describe(int count, int end, int query_begin, int head_q, int head_kv, int batch,
+                          const Sequence& sequence) const {
+    const auto u = [](int x) { return static_cast<uint32_t>(x); };
+    ptx::sts128(words, {u(count), u(end), u(query_begin), u(head_q)});
+    ptx::sts128(words + 16, {u(batch), u(head_kv), u(sequence.q_begin()), u(sequence.kv_begin())});
+    if constexpr (Config::kGeneral != 0) {
+      ptx::sts128(words + 32, {u(sequence.seqlen_q()), u(sequence.seqlen_kv()), u(sequence.left()),
+                               u(sequence.right())});
+    }
+  }
+};
+
+// The place of a role in the stream of tiles.
+template <class Config>
+struct TileStream {
+  using Layout = ForwardLayout<Config>;
+  using Slot = TileSlot<Config>;
+  static constexpr int kPairHeads = Config::kPairHeads;
+  static constexpr int kSlotHeads = kPairHeads ? 2 : 1;
+  static constexpr int kSlotRows =
+      kPairHeads ? Config::kBlockM : Config::kCluster * Config::kBlockM;
+
+  saddr smem;
+  RingPlace<Layout::kTileSlots> place;
+
   CF_DEVICE static int cta_rank() {  // in the cluster
     return Config::kCluster == 1 ? 0 : ptx::cta_idx() % Config::kCluster;
   }
-  CF_DEVICE bool valid(const ForwardParams& params) const {
-    return scheduler.valid(params, slot(), slots());
+  CF_DEVICE Slot slot(int stage) const {
+    return Slot{smem + static_cast<uint32_t>(Layout::kTiles + stage * Layout::kTileBytes)};
   }
-  CF_DEVICE void next() { scheduler.next(); }
-  CF_DEVICE WorkTile work(const ForwardParams& params) const {
-    return decode_tile<typename Config::Mask>(params, scheduler.tile(slot(), slots()));
+  CF_DEVICE Slot await() const {
+    if constexpr (kKept<kNoTileFullWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kTileFull, place.stage), place.phase);
+    }
+    return slot(place.stage);
   }
-  // First query of this CTA's part of a tile.
-  CF_DEVICE static int query_begin(const WorkTile& work) {
-    return work.m_block * kSlotRows + cta_rank() * Config::kBlockM;
+  // This warp needs the tile at `stage` no longer.
+  CF_DEVICE void release(int stage) const {
+    ptx::warp_sync();  // all lanes have read it
+    if (ptx::lane() == 0) ptx::mbarrier_arrive(barrier_at(smem + Layout::kTileEmpty, stage));
   }
-  CF_DEVICE static Blocks blocks(const ForwardParams& params, const WorkTile& work) {
-    return Blocks(params, work.m_block * kSlotRows, kSlotRows, query_begin(work), Config::kBlockM);
+};
+
+// --- scheduler ----------------------------------------------------------------------------------
+
+// One warp: deals out this CTA's tiles. By position: every wave's tiles from alternating ends, so
+// that no CTA always gets the longer tiles of a descending order. With a counter: the first tile by
+// position, then whichever is next, so that CTAs that are done early take more. The first CTA of a
+// cluster claims for both.
+template <class Config>
+struct Scheduler {
+  using Layout = ForwardLayout<Config>;
+  using Stream = TileStream<Config>;
+  using Mask = typename Config::Mask;
+  using Element = typename Config::Element;
+  using Sequence = typename SequenceOf<Config::kGeneral != 0>::Type;
+
+  const ForwardParams& params;
+  Stream stream;
+  RingPlace<2> ticket_place;
+
+  CF_DEVICE static int slot() { return ptx::cta_idx() / Config::kCluster; }
+  CF_DEVICE static int slots() { return ptx::num_ctas() / Config::kCluster; }
+
+  // Tile number `step` of this CTA; num_tiles or more: there is none.
+  // No overflow: num_tiles plus one wave stays below 2^31 (the host checks).
+  CF_DEVICE int next_tile(int step) {
+    if (params.tile_counter == nullptr) {
+      return step * slots() + ((step & 1) != 0 ? slots() - 1 - slot() : slot());
+    }
+    if (step == 0) return slot();
+    if constexpr (Config::kCluster == 1) {
+      return claim();
+    } else {
+      return Stream::cta_rank() == 0 ? send_ticket(claim()) : receive_ticket();
+    }
+  }
+  // Every CTA (or cluster) makes one claim in vain; who makes the last one leaves the counter at 0
+  // for the next launch.
+  CF_DEVICE int claim() {
+    int claimed = 0;
+    if (ptx::lane() == 0) {
+      claimed = ptx::atomic_add(params.tile_counter, 1);
+      if (claimed == params.num_tiles - 1) ptx::stg32(params.tile_counter, 0);
+    }
+    return static_cast<int>(ptx::shfl_idx(static_cast<uint32_t>(claimed), 0)) + slots();
+  }
+  CF_DEVICE int send_ticket(int tile) {
+    await_as_warp(barrier_at(stream.smem + Layout::kTicketEmpty, ticket_place.stage),
+                  ticket_place.phase ^ 1);
+    if (ptx::lane() == 0) {
+      const saddr word =
+          stream.smem + static_cast<uint32_t>(Layout::kTickets + 4 * ticket_place.stage);
+      const saddr full = barrier_at(stream.smem + Layout::kTicketFull, ticket_place.stage);
+      ptx::store_async_32(ptx::map_to_cta(word, 1), static_cast<uint32_t>(tile),
+                          ptx::map_to_cta(full, 1));
+    }
+    ticket_place.advance();
+    return tile;
+  }
+  CF_DEVICE int receive_ticket() {
+    const saddr full = barrier_at(stream.smem + Layout::kTicketFull, ticket_place.stage);
+    const saddr empty = barrier_at(stream.smem + Layout::kTicketEmpty, ticket_place.stage);
+    if (ptx::lane() == 0) ptx::mbarrier_arrive_expect_tx(full, 4);
+    if constexpr (kKept<kNoTicketWait>) ptx::mbarrier_wait(full, ticket_place.phase);
+    const uint32_t tile =
+        ptx::lds32(stream.smem + static_cast<uint32_t>(Layout::kTickets + 4 * ticket_place.stage));
+    ptx::warp_sync();  // all lanes have read it
+    if (ptx::lane() == 0) ptx::mbarrier_arrive_remote(ptx::map_to_cta(empty, 0));
+    ticket_place.advance();
+    return ptx::warp_uniform(static_cast<int>(tile));
+  }
+
+  CF_DEVICE void run() {
+    const int last_waves = params.num_tiles - 2 * slots();
+    for (int step = 0, tile = 0;; ++step) {
+      begin_slot(stream.place);
+      // Claimed ahead, so that its keys come in time; but not at the end, where a tile that waits
+      // here is one that another CTA could work on.
+      if (Layout::kTileSlots > 2 && tile >= last_waves) {
+        auto next = stream.place;
+        next.advance();
+        begin_slot(next);
+      }
+      tile = next_tile(step);
+      if (tile >= params.num_tiles) break;
+      const WorkTile work = decode<Config, Mask>(params, tile, params.heads_q / Stream::kSlotHeads,
+                                                 Stream::kSlotRows);
+      if (work.m_block < 0) continue;
+      deal(work);
+    }
+    if (ptx::lane() == 0) ptx::sts32(stream.slot(stream.place.stage).words, ~0u);  // count -1
+    end_slot();
+    if constexpr (Config::kGeneral != 0) {
+      write_padding<Element>(params, ptx::cta_idx(), ptx::num_ctas());
+    }
+  }
+  CF_DEVICE void deal(const WorkTile& work) {
+    const Sequence sequence{params, work.batch};
+    const int rank = Stream::cta_rank();
+    const int slot_begin = work.m_block * Stream::kSlotRows;
+    const int query_begin = slot_begin + (Stream::kPairHeads ? 0 : rank * Config::kBlockM);
+    const int head_q = work.head * Stream::kSlotHeads + (Stream::kPairHeads ? rank : 0);
+    const KvBlocks<Mask, Config::kBlockN> blocks(sequence, slot_begin, Stream::kSlotRows);
+    // Packed sequences share one batch of the arrays.
+    const int array_batch = params.cu_seqlens_q != nullptr ? 0 : work.batch;
+    if (blocks.count == 0) {
+      const int end = min(query_begin + Config::kBlockM, sequence.seqlen_q());
+      write_empty_rows<Element>(params, array_batch, head_q, sequence.q_begin() + query_begin,
+                                sequence.q_begin() + end, true);
+      return;
+    }
+    if (ptx::lane() == 0) {
+      stream.slot(stream.place.stage)
+          .describe(blocks.count, blocks.end, query_begin, head_q, head_q / params.group,
+                    array_batch, sequence);
+    }
+    end_slot();
+  }
+  CF_DEVICE void begin_slot(const RingPlace<Layout::kTileSlots>& place) {
+    if constexpr (kKept<kNoTileEmptyWait>) {
+      await_as_warp(barrier_at(stream.smem + Layout::kTileEmpty, place.stage), place.phase ^ 1);
+    }
+  }
+  CF_DEVICE void end_slot() {
+    if (ptx::lane() == 0) {
+      ptx::mbarrier_arrive(barrier_at(stream.smem + Layout::kTileFull, stream.place.stage));
+    }
+    stream.place.advance();
   }
 };
 
@@ -170,21 +389,26 @@ struct Producer {
   using QkTile = typename Layout::QkTile;
   using VTile = typename Layout::VTile;
 
+  static constexpr bool kGeneral = Config::kGeneral != 0;
+
   // A block of keys or values to load.
   struct Source {
-    int kv_start, head_kv, batch;
+    int kv_start, head_kv;
+    TileRows<kGeneral> rows;
   };
 
   const ForwardParams& params;
   const saddr smem;
   const bool elected;  // the whole warp walks the stream (its state is uniform), one thread issues
+  TileStream<Config> stream;
   RingPlace<Config::kStages> k_place, v_place;
   RingPlace<Config::kQStages> q_place;
 
   // Fills one stage of a K or V ring, this CTA's share of it where a cluster shares the work.
   template <class Tile>
-  CF_DEVICE void load_block(saddr stage, const CUtensorMap* map, saddr full, const Source& source) {
-    const int cta_rank = TileCursor<Config>::cta_rank();
+  CF_DEVICE void load_block(saddr stage, const CUtensorMap* map, saddr full, const Source& source,
+                            int batch_rows) {
+    const int cta_rank = TileStream<Config>::cta_rank();
     constexpr int kRows = Config::kBlockN / Config::kCluster;
     if (!elected) return;
     ptx::mbarrier_arrive_expect_tx(full, static_cast<uint32_t>(Tile::bytes(Config::kBlockN)));
@@ -194,67 +418,86 @@ struct Producer {
                         cta_rank * Tile::chunk_bytes(kRows);
       const int row = source.kv_start + cta_rank * kRows;
       if constexpr (Config::kCluster == 1) {
-        ptx::tma_load_4d(dst, map, full, c * Tile::kChunk, row, source.head_kv, source.batch,
+        source.rows.load(dst, map, full, c * Tile::kChunk, row, source.head_kv, batch_rows,
                          ptx::kEvictLast);
       } else {
-        ptx::tma_load_4d_multicast(dst, map, full, c * Tile::kChunk, row, source.head_kv,
-                                   source.batch, (1 << Config::kCluster) - 1, ptx::kEvictLast);
+        source.rows.load_multicast(dst, map, full, c * Tile::kChunk, row, source.head_kv,
+                                   batch_rows, (1 << Config::kCluster) - 1, ptx::kEvictLast);
       }
     }
   }
   CF_DEVICE void load_k(const Source& source) {
     if constexpr (kKept<kNoKEmptyWait>) {
-      ptx::mbarrier_wait(barrier_at(smem + Layout::kKEmpty, k_place.stage), k_place.phase ^ 1);
+      await_as_warp(barrier_at(smem + Layout::kKEmpty, k_place.stage), k_place.phase ^ 1);
     }
     load_block<QkTile>(smem + Layout::kK + k_place.stage * Layout::kKBytes, &params.k_map,
-                       barrier_at(smem + Layout::kKFull, k_place.stage), source);
+                       barrier_at(smem + Layout::kKFull, k_place.stage), source,
+                       params.k_batch_rows);
     k_place.advance();
   }
   CF_DEVICE void load_v(const Source& source) {
     if constexpr (kKept<kNoVEmptyWait>) {
-      ptx::mbarrier_wait(barrier_at(smem + Layout::kVEmpty, v_place.stage), v_place.phase ^ 1);
+      await_as_warp(barrier_at(smem + Layout::kVEmpty, v_place.stage), v_place.phase ^ 1);
     }
     load_block<VTile>(smem + Layout::kV + v_place.stage * Layout::kVBytes, &params.v_map,
-                      barrier_at(smem + Layout::kVFull, v_place.stage), source);
+                      barrier_at(smem + Layout::kVFull, v_place.stage), source,
+                      params.v_batch_rows);
     v_place.advance();
   }
-  CF_DEVICE void load_q(const WorkTile& work) {
-    const int query_begin = TileCursor<Config>::query_begin(work);
+  CF_DEVICE void load_q(const TileSlot<Config>& tile) {
+    const int query_begin = tile.query_begin(), head_q = tile.head_q();
+    TileRows<kGeneral> rows{0, 0, tile.batch()};
+    if constexpr (kGeneral) {
+      rows.begin = tile.q_begin();
+      rows.length = tile.seqlen_q();
+    }
     CF_UNROLL
     for (int w = 0; w < Layout::kWarpgroups; ++w) {
       const int buffer = q_place.stage * Layout::kWarpgroups + w;
       const saddr full = barrier_at(smem + Layout::kQFull, buffer);
       if constexpr (kKept<kNoQEmptyWait>) {
-        ptx::mbarrier_wait(barrier_at(smem + Layout::kQEmpty, buffer), q_place.phase ^ 1);
+        await_as_warp(barrier_at(smem + Layout::kQEmpty, buffer), q_place.phase ^ 1);
       }
       if (!elected) continue;
       ptx::mbarrier_arrive_expect_tx(full, Layout::kQBytes);
       CF_UNROLL
       for (int c = 0; c < QkTile::kChunks; ++c) {
-        ptx::tma_load_4d(
+        rows.load(
             smem + Layout::kQ + buffer * Layout::kQBytes + c * QkTile::chunk_bytes(kWarpgroupRows),
-            &params.q_map, full, c * QkTile::kChunk, query_begin + w * kWarpgroupRows, work.head_q,
-            work.batch, ptx::kEvictFirst);
+            &params.q_map, full, c * QkTile::kChunk, query_begin + w * kWarpgroupRows, head_q,
+            params.q_batch_rows, ptx::kEvictFirst);
       }
     }
     q_place.advance();
   }
 
   CF_DEVICE void run() {
-    Source values{0, 0, 0};
+    Source values{0, 0, {0, 0, 0}};
     bool values_due = false;
-    for (TileCursor<Config> cursor; cursor.valid(params); cursor.next()) {
-      const WorkTile work = cursor.work(params);
-      const auto blocks = cursor.blocks(params, work);
+    for (;;) {
+      const TileSlot<Config> tile = stream.await();
+      const int count = ptx::warp_uniform(tile.count());
+      if (count < 0) break;
+      Source keys{ptx::warp_uniform(tile.end()) * Config::kBlockN,
+                  ptx::warp_uniform(tile.head_kv()),
+                  {0, 0, ptx::warp_uniform(tile.batch())}};
+      if constexpr (kGeneral) {
+        keys.rows.begin = ptx::warp_uniform(tile.kv_begin());
+        keys.rows.length = ptx::warp_uniform(tile.seqlen_kv());
+      }
       CF_NO_UNROLL
-      for (int i = 0; i < blocks.count; ++i) {
-        const Source keys{blocks.at(i).start, work.head_kv, work.batch};
+      for (int i = 0; i < count; ++i) {
+        keys.kv_start -= Config::kBlockN;
         load_k(keys);
         if (values_due) load_v(values);
-        if (i == 0) load_q(work);
+        if (i == 0) {
+          load_q(tile);
+          stream.release(stream.place.stage);
+        }
         values = keys;
         values_due = true;
       }
+      stream.place.advance();
     }
     if (values_due) load_v(values);
   }
@@ -285,14 +528,21 @@ struct Consumer {
   struct WarpgroupBlocks {
     KvBlocks<Mask, kBlockN> blocks;
     int end, skipped;
-    CF_DEVICE WarpgroupBlocks(const ForwardParams& params, const KvBlocks<Mask, kBlockN>& tile,
-                              int row_begin)
-        : blocks(params, row_begin, kWarpgroupRows),
-          end(tile.end),
+    template <class Sequence>
+    CF_DEVICE WarpgroupBlocks(const Sequence& sequence, int end, int count, int row_begin)
+        : blocks(sequence, row_begin, kWarpgroupRows),
+          end(end),
           skipped(Mask::kHasRight && blocks.count > 0
                       // Rows past the last query could see keys that the tile does not visit.
-                      ? max(min(min(tile.end - blocks.end, Config::kStages), tile.count - 1), 0)
-                      : 0) {}
+                      ? max(min(min(end - blocks.end, Config::kStages), count - 1), 0)
+                      : 0) {
+      // Uniform, and known to be: the stream's places in the rings depend on them.
+      if constexpr (Mask::kHasRight) {
+        skipped = ptx::warp_uniform(skipped);
+        blocks.full_end = ptx::warp_uniform(blocks.full_end);
+      }
+      if constexpr (Mask::kHasLeft) blocks.full_begin = ptx::warp_uniform(blocks.full_begin);
+    }
     CF_DEVICE KvBlock at(int i) const {
       const int n = end - 1 - i;
       return {n * kBlockN, n < blocks.full_begin || n >= blocks.full_end};
@@ -305,6 +555,7 @@ struct Consumer {
   const bool leader;    // one thread of the warpgroup: releases V, stores the output
   RingPlace<Config::kStages> k_place, v_place;
   RingPlace<Config::kQStages> q_place;
+  TileStream<Config> stream;
   // bfloat16 terms have the range to go without the maximum (attn/softmax.cuh).
   OnlineSoftmax<is_same<Element, bf16_t>> softmax;
 
@@ -313,6 +564,7 @@ struct Consumer {
         smem(smem),
         warpgroup(warpgroup),
         leader(ptx::tid() % kWarpgroupThreads == 0),
+        stream{smem, {}},
         softmax(params.softmax_scale_log2) {}
 
   // --- hand-overs
@@ -362,6 +614,9 @@ struct Consumer {
     if (ptx::lane() == 0) arrive_in_cluster(barrier_at(smem + Layout::kKEmpty, k_place.stage));
   }
   // A block that this warpgroup does not need: its turn is passed on and its stage given back.
+  // Another warpgroup of this CTA needs the block and waits for its bytes; with pairs of query
+  // blocks under a mask there need be none.
+  static_assert(Config::kCluster == 1 || Config::kPairHeads || !Mask::kHasRight);
   CF_DEVICE void skip_k() {
     await_turn();
     pass_turn();
@@ -451,12 +706,13 @@ struct Consumer {
   // multiplied by `correction`. kFirst: the tile's first block.
   template <bool kFirst>
   CF_DEVICE bool take_block(Scores& s, float (&correction)[2], const KvBlock& block,
-                            int row_begin) {
+                            const TileSlot<Config>& tile) {
     // Without a mask only the end of the keys cuts a block, the one that comes first.
     constexpr bool kMayBePartial = kFirst || Mask::kHasRight || Mask::kHasLeft;
     const bool partial = kMayBePartial && block.partial;
     if constexpr (!kKept<kEarlyKRelease>) release_k();
-    if (partial) mask(s, block, row_begin);
+    cap(s);
+    if (partial) mask(s, block, tile);
     bool rescale = false;
     bool done = false;
     if constexpr (kFirst) softmax.sample(s);
@@ -464,17 +720,21 @@ struct Consumer {
       done = softmax.update_freely(s);
       if (!done) {
         repeat_scores(s);
-        if (partial) mask(s, block, row_begin);
+        cap(s);
+        if (partial) mask(s, block, tile);
       }
     }
     if (!done) rescale = softmax.update(s, correction);
     if constexpr (kKept<kEarlyKRelease>) release_k();
     return rescale;
   }
-  CF_DEVICE void mask(Scores& s, const KvBlock& block, int row_begin) {
-    const int row = row_begin + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
+  CF_DEVICE void cap(Scores& s) {
+    if constexpr (Config::kGeneral != 0) cap_scores(params, s);
+  }
+  CF_DEVICE void mask(Scores& s, const KvBlock& block, const TileSlot<Config>& tile) {
+    const int row = row_begin_of(tile) + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
     const int row_query[2] = {row, row + 8};
-    mask_fragment<Mask>(params, s, row_query, block.start);
+    mask_fragment<Mask>(tile.sequence(params), s, row_query, block.start);
   }
   CF_DEVICE static void pack(Probabilities& p, const Scores& s) {
     CF_UNROLL
@@ -500,13 +760,13 @@ struct Consumer {
     // Blocks of the tile before whose output O is, the last of which still waits in P for its
     // product with V (which adds to O unless it was the only one); 0: nothing is pending.
     int pending = 0;
-    TileCursor<Config> done;  // that tile
-    for (TileCursor<Config> cursor; cursor.valid(params); cursor.next()) {
-      const WorkTile work = cursor.work(params);
-      const auto blocks = cursor.blocks(params, work);
-      if (blocks.count == 0) continue;  // write_empty_tiles
-      const int row_begin = row_begin_of(work);
-      const WarpgroupBlocks own(params, blocks, row_begin);
+    int done = 0;  // the place of that tile in the stream
+    for (;;) {
+      const TileSlot<Config> tile = stream.await();
+      const int count = ptx::warp_uniform(tile.count());
+      if (count < 0) break;
+      const WarpgroupBlocks own(tile.sequence(params), ptx::warp_uniform(tile.end()), count,
+                                row_begin_of(tile));
 
       // The first block, beside the last product of the tile before.
       for (int i = 0; i < own.skipped; ++i) skip_k();
@@ -521,35 +781,36 @@ struct Consumer {
         ptx::wgmma_commit();  // as many groups either way
       }
       pass_turn();
-      if constexpr (!kKept<kEarlyQRelease>) release_q(own.skipped + 1 == blocks.count);
+      if constexpr (!kKept<kEarlyQRelease>) release_q(own.skipped + 1 == count);
       await_products<1>(s);
       float factor[2];
-      if (pending > 0) finish_rows(factor, done.work(params));
+      if (pending > 0) finish_rows(factor, done);
       softmax.reset();
-      take_block<true>(s, correction, own.at(own.skipped), row_begin);
-      if constexpr (kKept<kEarlyQRelease>) release_q(own.skipped + 1 == blocks.count);
+      take_block<true>(s, correction, own.at(own.skipped), tile);
+      if constexpr (kKept<kEarlyQRelease>) release_q(own.skipped + 1 == count);
       await_products<0>(o);
       if (pending > 0) {
         release_v();
-        store(o, factor, done.work(params));
+        store(o, factor, done);
       }
       for (int i = 0; i < own.skipped; ++i) release_v();
       pack(p, s);
       k_place.advance();
-      done = cursor;
+      done = stream.place.stage;
+      stream.place.advance();
 
       CF_NO_UNROLL
-      for (int i = own.skipped + 1; i < blocks.count; ++i) {
+      for (int i = own.skipped + 1; i < count; ++i) {
         await_k();
         await_turn();
         issue_scores(s);
         await_v();
         issue_values(o, p, i > own.skipped + 1);
         pass_turn();
-        if constexpr (!kKept<kEarlyQRelease>) release_q(i + 1 == blocks.count);
+        if constexpr (!kKept<kEarlyQRelease>) release_q(i + 1 == count);
         await_products<1>(s);
-        const bool rescale = take_block<false>(s, correction, own.at(i), row_begin);
-        if constexpr (kKept<kEarlyQRelease>) release_q(i + 1 == blocks.count);
+        const bool rescale = take_block<false>(s, correction, own.at(i), tile);
+        if constexpr (kKept<kEarlyQRelease>) release_q(i + 1 == count);
         if constexpr (!kKept<kEarlyVRelease>) release_v();
         await_products<0>(o);
         if constexpr (kKept<kEarlyVRelease>) release_v();
@@ -557,16 +818,16 @@ struct Consumer {
         if (rescale) scale_rows(o, correction);
         k_place.advance();
       }
-      pending = blocks.count - own.skipped;
+      pending = count - own.skipped;
       if constexpr (!Config::kOutBuffer) {  // the output tile needs Q's buffer
         last_product(o, p, pending > 1);
-        finish(o, work);
+        finish(o, done);
         pending = 0;
       }
     }
     if (pending > 0) {
       last_product(o, p, pending > 1);
-      finish(o, done.work(params));
+      finish(o, done);
     }
     if constexpr (Config::kPingPong) {  // takes the turn nobody will use
       if (warpgroup == 0) await_turn();
@@ -579,37 +840,46 @@ struct Consumer {
     await_products<0>(o);
     release_v();
   }
-  CF_DEVICE int row_begin_of(const WorkTile& work) const {
-    return TileCursor<Config>::query_begin(work) + warpgroup * kWarpgroupRows;
+  // First row of this warpgroup, within the sequence.
+  CF_DEVICE int row_begin_of(const TileSlot<Config>& tile) const {
+    return tile.query_begin() + warpgroup * kWarpgroupRows;
+  }
+  // After the last read of a tile's description by any thread of the warpgroup.
+  CF_DEVICE void release_tile(int stage) const {
+    ptx::mbarrier_arrive(barrier_at(smem + Layout::kTileEmpty, stage));
   }
 
   // --- epilogue
 
   // The factors of a finished tile's output; writes its rows of lse.
-  CF_DEVICE void finish_rows(float (&factor)[2], const WorkTile& work) {
+  CF_DEVICE void finish_rows(float (&factor)[2], int stage) {
+    if constexpr (!kKept<kEarlyTileRelease>) {
+      if (leader) release_tile(stage);
+    }
+    const TileSlot<Config> tile = stream.slot(stage);
     float lse[2];
     softmax.finish(params.softmax_scale, factor, lse);
     if (params.lse == nullptr || ptx::lane() % 4 != 0) return;
-    float* lse_gmem =
-        params.lse + work.batch * params.lse_stride_batch + work.head_q * params.lse_stride_head;
+    const auto sequence = tile.sequence(params);
+    float* lse_gmem = params.lse + tile.batch() * params.lse_stride_batch +
+                      tile.head_q() * params.lse_stride_head + sequence.q_begin();
     const int row =
-        row_begin_of(work) + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
+        row_begin_of(tile) + 16 * (ptx::warp() % kWarpsPerWarpgroup) + ptx::lane() / 4;
     CF_UNROLL
     for (int r = 0; r < 2; ++r) {
-      if (row + 8 * r < params.seqlen_q) ptx::stg_f32(lse_gmem + row + 8 * r, lse[r]);
+      if (row + 8 * r < sequence.seqlen_q()) ptx::stg_f32(lse_gmem + row + 8 * r, lse[r]);
     }
   }
-  CF_DEVICE void finish(const Output& o, const WorkTile& work) {
+  CF_DEVICE void finish(Output& o, int stage) {
     float factor[2];
-    finish_rows(factor, work);
-    store(o, factor, work);
+    finish_rows(factor, stage);
+    store(o, factor, stage);
   }
 
   // O / row_sum to shared memory, then one TMA store of the warpgroup's 64 rows; the map clips rows
   // and columns beyond the tensor. A row without keys has factor 0 and gives zeros whatever O
   // holds.
-  CF_DEVICE void store(const Output& o, const float (&factor)[2], const WorkTile& work) {
-    const int row_begin = row_begin_of(work);
+  CF_DEVICE void store(Output& o, const float (&factor)[2], int stage) {
     const saddr out_smem = smem + Layout::kOut + warpgroup * Layout::kOutStride;
     if constexpr (Config::kOutBuffer) {  // the previous tile's store has read the buffer
       if constexpr (kKept<kNoStoreReadWait>) {
@@ -619,10 +889,13 @@ struct Consumer {
     }
     const int lane = ptx::lane();
     const int row = 16 * (ptx::warp() % kWarpsPerWarpgroup) + (lane & 15);
-    auto value = [&](int i) {
-      const float f = factor[(i >> 1) & 1];
-      return f == 0.0f ? 0.0f : o[i] * f;
-    };
+    if (ptx::vote_any(factor[0] == 0.0f || factor[1] == 0.0f)) {
+      CF_UNROLL
+      for (int i = 0; i < Config::kHeadDimV / 2; ++i) {
+        if (factor[(i >> 1) & 1] == 0.0f) o[i] = 0.0f;
+      }
+    }
+    auto value = [&](int i) { return o[i] * factor[(i >> 1) & 1]; };
     CF_UNROLL
     for (int j = 0; j < Config::kHeadDimV / 16; ++j) {
       uint32_t r[4];
@@ -638,13 +911,22 @@ struct Consumer {
     if constexpr (kKept<kNoEpilogueBarrier>) {
       ptx::named_barrier_sync(kEpilogueBarrier + warpgroup, kWarpgroupThreads);
     }
-    if (leader && row_begin < params.seqlen_q) {
-      CF_UNROLL
-      for (int c = 0; c < VTile::kChunks; ++c) {
-        ptx::tma_store_4d(&params.out_map, out_smem + c * VTile::chunk_bytes(kWarpgroupRows),
-                          c * VTile::kChunk, row_begin, work.head_q, work.batch);
+    if (leader) {
+      const TileSlot<Config> tile = stream.slot(stage);
+      const auto sequence = tile.sequence(params);
+      const int row_begin = row_begin_of(tile);
+      if (row_begin < sequence.seqlen_q()) {
+        const TileRows<Config::kGeneral != 0> rows{sequence.q_begin(), sequence.seqlen_q(),
+                                                   tile.batch()};
+        const int head_q = tile.head_q();
+        CF_UNROLL
+        for (int c = 0; c < VTile::kChunks; ++c) {
+          rows.store(&params.out_map, out_smem + c * VTile::chunk_bytes(kWarpgroupRows),
+                     c * VTile::kChunk, row_begin, head_q, params.rows_q);
+        }
+        ptx::tma_commit();
       }
-      ptx::tma_commit();
+      if constexpr (kKept<kEarlyTileRelease>) release_tile(stage);
     }
     if constexpr (!Config::kOutBuffer) {  // the next Q comes once the store has read its buffer
       if (leader) {
@@ -655,32 +937,6 @@ struct Consumer {
     }
   }
 };
-
-// --- tiles without keys -------------------------------------------------------------------------
-
-// One warp: writes zeros and -inf for the tiles of the stream in which no query sees a key, which
-// producer and consumers skip.
-template <class Config>
-CF_DEVICE void write_empty_tiles(const ForwardParams& params) {
-  using Element = typename Config::Element;
-  const int granules = params.head_dim_v / 8;
-  for (TileCursor<Config> cursor; cursor.valid(params); cursor.next()) {
-    const WorkTile work = cursor.work(params);
-    if (cursor.blocks(params, work).count > 0) continue;
-    const int row_begin = TileCursor<Config>::query_begin(work);
-    const int row_end = min(row_begin + Config::kBlockM, params.seqlen_q);
-    for (int row = row_begin + ptx::lane(); row < row_end; row += 32) {
-      auto* out = static_cast<Element*>(params.out) + work.batch * params.out_stride_batch +
-                  work.head_q * params.out_stride_head + row * params.out_stride_seqlen;
-      for (int i = 0; i < granules; ++i) ptx::stg128(out + 8 * i, u32x4{0, 0, 0, 0});
-      if (params.lse != nullptr) {
-        ptx::stg_f32(params.lse + work.batch * params.lse_stride_batch +
-                         work.head_q * params.lse_stride_head + row,
-                     -ptx::kInfinity);
-      }
-    }
-  }
-}
 
 // --- kernel -------------------------------------------------------------------------------------
 
@@ -699,15 +955,15 @@ CF_DEVICE void forward(const ForwardParams& params) {
     ptx::cta_sync();
   }
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kThree ? 32 : 24>();
+    ptx::setmaxnreg_dec<kThree ? 32 : 40>();
     const int warp = ptx::warp_uniform(ptx::warp());
     if (warp == 0) {
-      Producer<Config>{params, smem, ptx::elect_one(), {}, {}, {}}.run();
+      Producer<Config>{params, smem, ptx::elect_one(), {smem, {}}, {}, {}, {}}.run();
     } else if (warp == 1) {
-      write_empty_tiles<Config>(params);
+      Scheduler<Config>{params, {smem, {}}, {}}.run();
     }
   } else {
-    ptx::setmaxnreg_inc<kThree ? 160 : 240>();
+    ptx::setmaxnreg_inc<kThree ? 160 : 232>();
     Consumer<Config>(params, smem, warpgroup - 1).run();
   }
   // Nobody leaves while the other CTA may still signal it.
