@@ -12,6 +12,7 @@ call. Prints one line a shape, TFLOP/s of every tile; compare within a line only
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -19,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cupyflash import launch, nvrtc, source
+from cupyflash import launch, nvrtc, source, timing
 from cupyflash.errors import CompileError
 from cupyflash.problem import DeviceInfo, Mask, Problem
 from cupyflash.select import KernelSpec, spec_for
@@ -28,7 +29,6 @@ from cupyflash.tuning import SM90, Tile
 
 HEADS = {64: 32, 96: 16, 128: 16, 192: 32, 256: 8}
 TOKENS = 16384
-BURST_MS = 60.0
 
 
 def sm90(
@@ -134,30 +134,6 @@ def worst_row(tensors: dict[str, Any], causal: bool) -> float:
     return worst
 
 
-def burst(call: Callable[[], None], flush: Any) -> float:
-    """Median milliseconds of one call."""
-    import torch
-
-    def timed() -> tuple[Any, Any]:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        return begin, end
-
-    begin, end = timed()
-    end.synchronize()
-    count = max(3, min(200, int(BURST_MS / max(begin.elapsed_time(end), 0.01))))
-    for _ in range(count // 2):
-        call()
-    pairs = []
-    for _ in range(count):
-        flush.zero_()
-        pairs.append(timed())
-    torch.cuda.synchronize()
-    return statistics.median(begin.elapsed_time(end) for begin, end in pairs)
-
-
 def run_tiles(folder: Path, seqlens: list[int], rounds: int) -> int:
     import torch
 
@@ -168,9 +144,11 @@ def run_tiles(folder: Path, seqlens: list[int], rounds: int) -> int:
     for candidate in candidates:
         spec = candidate.spec
         groups.setdefault((spec.head_dim_qk, spec.head_dim_v, spec.mask), []).append(candidate)
-    flush = torch.empty(128 << 20, dtype=torch.int8, device="cuda")
     wrong = 0
-    with torch.cuda.stream(torch.cuda.Stream()) as _:
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        contextlib.closing(timing.CudaTimer()) as timer,
+    ):
         stream = torch.cuda.current_stream().cuda_stream
         for (qk, v, mask), members in groups.items():
             for seqlen in seqlens:
@@ -193,7 +171,8 @@ def run_tiles(folder: Path, seqlens: list[int], rounds: int) -> int:
                     first = turn % len(members)
                     for candidate in members[first:] + members[:first]:
                         call = candidate.call(tensors, stream)
-                        times.setdefault(candidate.spec.name, []).append(burst(call, flush))
+                        taken = timing.sample(timer, call, timing.Burst())
+                        times.setdefault(candidate.spec.name, []).append(taken.median)
                 flop = 2.0 * batch * heads * (qk + v) * seqlen**2 * (0.5 if mask == "causal" else 1)
                 line = [f"d{qk}/{v} {seqlen} {mask}:"]
                 for name, ms in times.items():

@@ -1,4 +1,4 @@
-"""python -m cupyflash info | check | explain | warmup | cache."""
+"""python -m cupyflash info | check | explain | warmup | cache | bench | bench-report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from typing import Any
 import numpy
 
 import cupyflash
-from cupyflash import cache, nvrtc, reference, select, source
+from cupyflash import cache, nvrtc, reference, schedule, select, source
+from cupyflash.bench import command as bench
 from cupyflash.errors import CompileError, DriverError, MissingKernelError, UnsupportedError
 from cupyflash.problem import (
     ALIGNS,
@@ -97,6 +98,13 @@ def _parser() -> argparse.ArgumentParser:
 
     store = command("cache", run_cache, "Looks into the cache of compiled kernels.")
     store.add_argument("action", choices=["list", "verify", "clear"])
+
+    bench.add_run_options(
+        command("bench", bench.run_bench, "Times attention against other libraries.")
+    )
+    bench.add_report_options(
+        command("bench-report", bench.run_report, "A table and plots of what bench measured.")
+    )
     return parser
 
 
@@ -443,7 +451,8 @@ def run_explain(options: argparse.Namespace) -> int:
     mask = Mask.resolve(options.causal, options.window, options.align)
     problem = make_problem(q, k, v, mask=mask, layout=options.layout)
     info = _device_for(options.target)
-    print(select.explain(problem, info, cache.default_cache().locate))
+    locate = cache.default_cache().locate
+    print(select.explain(problem, info, locate, schedule.describe_work))
     return 0
 
 

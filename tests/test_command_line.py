@@ -182,5 +182,5 @@ def test_it_is_a_module_and_says_what_it_can_do():
     process = subprocess.run(
         [sys.executable, "-m", "cupyflash", "--help"], capture_output=True, text=True, check=True
     )
-    for name in ("info", "check", "explain", "warmup", "cache"):
+    for name in ("info", "check", "explain", "warmup", "cache", "bench", "bench-report"):
         assert name in process.stdout

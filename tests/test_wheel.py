@@ -98,8 +98,8 @@ def test_wheel_is_small(wheel):
 
 
 def test_python_and_licence_are_in(names):
-    for path in (ROOT / "cupyflash").glob("*.py"):
-        assert f"cupyflash/{path.name}" in names
+    for path in (ROOT / "cupyflash").rglob("*.py"):
+        assert path.relative_to(ROOT).as_posix() in names
     assert "cupyflash/py.typed" in names
     assert any(name.endswith("/LICENSE") for name in names)
 
