@@ -7,17 +7,18 @@
 // ISA; what this chip does is measured in docs/kernels/sm90_forward.md.
 //
 // Roles (registers per thread after setmaxnreg, with 2 or 3 consumer warpgroups):
-//   warpgroup 0      warp 0, producer: one thread issues every TMA load        24 or 32
+//   warpgroup 0      warp 0, producer: one thread issues every TMA load        40 or 32
 //                    warp 1, scheduler: deals out tiles, writes those in which
 //                    no query sees a key and the rows of no sequence
-//   warpgroup 1...   consumers: 64 query rows each                             240 or 160
+//   warpgroup 1...   consumers: 64 query rows each                             232 or 160
 //
 // Shared memory, in order (ForwardLayout; 128-byte swizzled tiles, 64-byte at head_dim 96):
 //   Q    [q stages][consumer warpgroups][64][head_dim_qk]   also the output tile unless kOutBuffer
 //   K    [stages][kBlockN][head_dim_qk]
 //   V    [stages][kBlockN][head_dim_v]
 //   out  [consumer warpgroups][64][head_dim_v]              only with kOutBuffer
-//   tiles [3][12] words, from the scheduler to the others   (TileSlot)
+//   tiles [kTileSlots][12] words, from the scheduler to the others   (TileSlot)
+//   tickets [2] words, from the first CTA's scheduler to the second's
 //   barriers
 //
 // Pipeline of a consumer warpgroup over its stream of key blocks j (right to left, tile after
@@ -350,6 +351,9 @@ struct Scheduler {
     const int slot_begin = work.m_block * Stream::kSlotRows;
     const int query_begin = slot_begin + (Stream::kPairHeads ? 0 : rank * Config::kBlockM);
     const int head_q = work.head * Stream::kSlotHeads + (Stream::kPairHeads ? rank : 0);
+    if constexpr (Config::kGeneral != 0) {  // seqused_q may end before the tile: write_padding
+      if (slot_begin >= sequence.seqlen_q()) return;
+    }
     const KvBlocks<Mask, Config::kBlockN> blocks(sequence, slot_begin, Stream::kSlotRows);
     // Packed sequences share one batch of the arrays.
     const int array_batch = params.cu_seqlens_q != nullptr ? 0 : work.batch;
