@@ -162,8 +162,16 @@ def attention(
     ):
         lengths: tuple[Any, ...] = NO_LENGTHS
         settings: tuple[Any, ...] = (
-            *(causal, align, window, softmax_scale, softcap),
-            *(q_offset, kv_offset, layout, return_lse, num_sms),
+            causal,
+            align,
+            window,
+            softmax_scale,
+            softcap,
+            q_offset,
+            kv_offset,
+            layout,
+            return_lse,
+            num_sms,
         )
         if not (
             cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is None

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from cupyflash import driver as drivers
 from cupyflash.arrays import Adapter, Array
 from cupyflash.errors import UnsupportedError
-from cupyflash.launch import CudaBackend, EmulatedBackend, Launch, announce, in_flight, load_kernel
+from cupyflash.launch import CudaBackend, EmulatedBackend, Launch, announce, load_kernel
 from cupyflash.params import MAX_MERGE_PARTS, MERGE, MERGE_STRIDES
 from cupyflash.problem import ALIGNMENT, DeviceInfo
 from cupyflash.select import KernelSpec, describe_device, merge_spec, native_target
+from cupyflash.serve import reading
 from cupyflash.tensor import DeviceKind, DType, TensorView
 from cupyflash.tuning import MERGE_DTYPES
 
@@ -175,9 +176,6 @@ def _launch_on_gpu(
     index, stream, driver = backend.device_index, launch.stream, drivers.default_driver()
     kernel = load_kernel(launch.spec, index, stream)
     announce(launch.spec, f"GPU {index} ({backend.info.name})", kernel.origin)
-    for array in inputs:
-        for producer in adapter.producers(array):
-            driver.wait(index, stream, producer)
     prepared = drivers.PreparedLaunch(
         context=kernel.context,
         function=kernel.function,
@@ -189,6 +187,5 @@ def _launch_on_gpu(
         pointer_offsets=(),
         maps=(),
     )
-    driver.launch(prepared, stream, ())
-    if adapter.keeps_alive:
-        in_flight.hold(index, stream, inputs)
+    with reading(adapter, driver, index, stream, inputs):
+        driver.launch(prepared, stream, ())

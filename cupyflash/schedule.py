@@ -13,6 +13,7 @@ import numpy
 
 from cupyflash.problem import DeviceInfo, Problem
 from cupyflash.select import KernelSpec
+from cupyflash.tuning import FAMILIES
 
 # Query heads that share the device at least: blocks that read the same keys at the same time read
 # them from the L2 cache once, but fewer heads make the waves of tiles uneven.
@@ -67,7 +68,7 @@ def plan_tiles(problem: Problem, spec: KernelSpec, device: DeviceInfo) -> TilePl
     section = max(_LEAST_HEADS[spec.mask], -(-resident // max(num_m_blocks, 1)))
     # section * num_m_blocks is a 32-bit product in the kernel.
     section = max(min(section, all_heads, (2**31 - 1) // max(num_m_blocks, 1)), 1)
-    dynamic = persistent and spec.family == "sm90" and slots < num_tiles
+    dynamic = persistent and FAMILIES[spec.family].claims_tiles and slots < num_tiles
     tail = section
     if dynamic and spec.mask != "none":
         tail = max(-(-_TAIL_WAVES * slots // num_m_blocks), section)

@@ -6,14 +6,17 @@ needs only new outputs, addresses and the current stream.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
 
 from cupyflash import arrays
 from cupyflash.arguments import Call, as_one
-from cupyflash.arrays import Array
+from cupyflash.arrays import Adapter, Array
+from cupyflash.driver import Driver
 from cupyflash.launch import CudaBackend, EmulatedBackend, Plan, forward_launch, in_flight
 from cupyflash.params import DEVICE_LENGTHS
 from cupyflash.problem import as_int, to_bshd
@@ -135,9 +138,7 @@ def lookup(
         return None, None, _NOTHING
     pointer, signature = adapter.pointer, adapter.signature
     try:
-        causal, _, window, scale, softcap, q_offset, kv_offset, _, return_lse, num_sms = settings[
-            :10
-        ]
+        causal, _, window, scale, softcap, q_offset, kv_offset, _, *last = settings
         # True == 1 == 1.0 find each other in a dictionary, but no option takes all three.
         types = (
             type(causal),
@@ -146,9 +147,7 @@ def lookup(
             type(softcap),
             type(q_offset),
             type(kv_offset),
-            type(return_lse),
-            type(num_sms),
-            *map(type, settings[10:]),
+            *map(type, last),
         )
         addresses, signatures = _NO_ADDRESSES, None
         if lengths is not NO_LENGTHS:
@@ -261,17 +260,28 @@ def run_on_device(call: Call, key: tuple[Any, ...] | None) -> Any:
 
 
 def _launch_on_gpu(call: Call, plan: Plan, key: tuple[Any, ...] | None) -> None:
-    adapter, index, stream = call.adapter, plan.kernel.device_index, plan.launch.stream
-    for array in call.arrays.values():
-        for producer in adapter.producers(array):
-            plan.driver.wait(index, stream, producer)
-    plan.run(stream, *plan.launch.pointers)
-    if adapter.keeps_alive:
-        in_flight.hold(index, stream, list(call.arrays.values()))
+    inputs = list(call.arrays.values())
+    index, stream = plan.kernel.device_index, plan.launch.stream
+    with reading(call.adapter, plan.driver, index, stream, inputs):
+        plan.run(stream, *plan.launch.pointers)
     if key is not None:
         if len(_configurations) >= MAX_CONFIGURATIONS:
             _configurations.clear()
         _configurations[key] = Configuration(call, plan)
+
+
+@contextlib.contextmanager
+def reading(
+    adapter: Adapter, driver: Driver, index: int, stream: int, inputs: list[Array]
+) -> Iterator[None]:
+    """Where a launch on ``stream`` of a GPU reads ``inputs``: it comes after what their producers
+    have enqueued, and they are held until it is done where their owner does not know of it."""
+    for array in inputs:
+        for producer in adapter.producers(array):
+            driver.wait(index, stream, producer)
+    yield
+    if adapter.keeps_alive:
+        in_flight.hold(index, stream, inputs)
 
 
 def check_lengths(call: Call) -> None:

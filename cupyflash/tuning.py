@@ -85,6 +85,7 @@ class Family:
         map_rows: rows of the q and out boxes; k and v boxes have ``block_n`` rows.
         general: whether it comes in general kernels too, which read lengths on the device and cap
             scores.
+        claims_tiles: whether blocks of its persistent kernels can claim tiles from a counter.
         sets_registers: whether the kernel moves registers between its warps (setmaxnreg), which
             hangs unless ptxas gave it exactly what its launch bounds allow.
     """
@@ -96,6 +97,7 @@ class Family:
     uses_tma: bool = False
     map_rows: int = 0
     general: bool = False
+    claims_tiles: bool = False
     sets_registers: bool = False
 
     def device_bytes(self, tile: Tile) -> int:
@@ -282,6 +284,7 @@ SM90 = Family(
     uses_tma=True,
     map_rows=64,
     general=True,
+    claims_tiles=True,
     sets_registers=True,
     tiles=(
         # Figures: bf16, TFLOP/s at 16k, 4k, 1k tokens, one sustained run on an H200. Pairs of

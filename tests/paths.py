@@ -7,6 +7,7 @@ needs a GPU.
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,13 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.cases import Case, GeneralCase, Placed
+
+TARGETS = ("sm_80", "sm_90a", "sm_100f")
+SCHEDULES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
+emulated = [
+    pytest.mark.emulated,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
+]
 
 
 @dataclass(frozen=True)
@@ -87,13 +95,17 @@ class CupyPath:
 Path = NumpyPath | EmulatedPath | CupyPath
 
 NUMPY = NumpyPath()
-EMULATED = tuple(EmulatedPath(target) for target in ("sm_80", "sm_90a", "sm_100f"))
+EMULATED = tuple(EmulatedPath(target) for target in TARGETS)
 CUPY = CupyPath()
 
 EVERY_PATH = (
     NUMPY,
     *(pytest.param(path, marks=pytest.mark.emulated) for path in EMULATED),
     pytest.param(CUPY, marks=pytest.mark.gpu),
+)
+every_path = pytest.mark.parametrize("path", EVERY_PATH, ids=str)
+numpy_and_gpu = pytest.mark.parametrize(
+    "path", [NUMPY, pytest.param(CUPY, marks=pytest.mark.gpu)], ids=str
 )
 
 

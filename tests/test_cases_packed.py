@@ -12,13 +12,7 @@ from numpy.typing import NDArray
 
 import cupyflash
 from cupyflash import reference
-from tests import paths
-from tests.paths import EVERY_PATH, NUMPY, Path
-
-every_path = pytest.mark.parametrize("path", EVERY_PATH, ids=str)
-numpy_and_gpu = pytest.mark.parametrize(
-    "path", [NUMPY, pytest.param(paths.CUPY, marks=pytest.mark.gpu)], ids=str
-)
+from tests.paths import NUMPY, Path, every_path, numpy_and_gpu
 
 
 def random(*shape: int, seed: int = 0) -> NDArray:

@@ -28,9 +28,7 @@ import cupyflash
 from cupyflash import reference
 from tests import paths
 from tests.cases import Case
-from tests.paths import EVERY_PATH, NUMPY, Path
-
-every_path = pytest.mark.parametrize("path", EVERY_PATH, ids=str)
+from tests.paths import EVERY_PATH, NUMPY, Path, every_path, numpy_and_gpu
 
 
 def attend(
@@ -139,7 +137,7 @@ def test_both_sides_of_a_window_count(path: Path) -> None:
 # -- sizes and index widths ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [NUMPY, pytest.param(paths.CUPY, marks=pytest.mark.gpu)], ids=str)
+@numpy_and_gpu
 @pytest.mark.parametrize("heads", [False, True])
 def test_65536_in_the_batch_or_in_the_heads(path: Path, heads: bool) -> None:
     """B10: the batch, or batch x heads, was put on a grid axis limited to 65,535."""
@@ -176,7 +174,7 @@ def test_offsets_beyond_32_bits(cupy: Any, wide: str) -> None:
     np.testing.assert_array_equal(out.get(), expected.get())
 
 
-@pytest.mark.parametrize("path", [NUMPY, pytest.param(paths.CUPY, marks=pytest.mark.gpu)], ids=str)
+@numpy_and_gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seqlen", [33_728, 65_537, 131_073])
 def test_sequences_beyond_16_bits(path: Path, seqlen: int, head_dim: int) -> None:
@@ -208,9 +206,7 @@ def same_or_refused(
         )
 
 
-on_arrays_with_views = pytest.mark.parametrize(
-    "path", [NUMPY, pytest.param(paths.CUPY, marks=pytest.mark.gpu)], ids=str
-)
+on_arrays_with_views = numpy_and_gpu
 
 
 @on_arrays_with_views
@@ -426,26 +422,6 @@ def test_merging_partial_results() -> None:
     np.testing.assert_allclose(lse, 4.382027, rtol=1e-6)
     alone = cupyflash.merge([p[0] for p in parts], [p[1] for p in parts])
     np.testing.assert_array_equal(alone, out)
-
-
-@pytest.mark.parametrize(
-    ("parts", "expected"),
-    [
-        ([(0, -np.inf), (0, -np.inf)], (0, -np.inf)),
-        ([(1, 0), (2, 200)], (2, 200)),
-        ([(2, 200), (1, 0)], (2, 200)),
-        ([(1, -200), (3, -200)], (2, -200 + math.log(2))),
-        ([(0, -np.inf), (5, 3)], (5, 3)),
-    ],
-    ids=str,
-)
-def test_merging_extreme_parts(parts, expected) -> None:
-    """B29: -inf - -inf is NaN, and exp(200) overflows."""
-    outs = [np.full((1, 1, 1, 4), out, np.float32) for out, _ in parts]
-    lses = [np.full((1, 1, 1), lse, np.float32) for _, lse in parts]
-    out, lse = cupyflash.merge(outs, lses, return_lse=True)
-    np.testing.assert_allclose(out, expected[0], rtol=1e-6)
-    np.testing.assert_allclose(lse, expected[1], rtol=1e-6)
 
 
 # -- heads -----------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ other tests prove less than they seem to.
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import numpy as np
@@ -16,17 +15,11 @@ import pytest
 
 from tests import cases, mutants, paths
 from tests.cases import EMULATED, RACE, WRAP, Case
-from tests.paths import EmulatedPath
+from tests.paths import SCHEDULES, TARGETS, EmulatedPath, emulated
 
-pytestmark = [
-    pytest.mark.emulated,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
-]
-
-TARGETS = ("sm_80", "sm_90a", "sm_100f")
+pytestmark = emulated
 # 99 KB of shared memory a block in place of 163: wide heads get other tiles.
 SMALL_TARGET = "sm_86"
-SCHEDULES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
 
 def grouped(values: Any, targets: tuple[str, ...] = TARGETS) -> list[Any]:

@@ -6,7 +6,6 @@ the call allocates they are 0, in the caller's they stay as they are.
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import numpy as np
@@ -15,15 +14,7 @@ import pytest
 import cupyflash
 from tests import cases, paths
 from tests.cases import EMULATED, RACE, GeneralCase
-from tests.paths import EmulatedPath
-
-TARGETS = ("sm_80", "sm_90a", "sm_100f")
-SCHEDULES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
-
-emulated = [
-    pytest.mark.emulated,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
-]
+from tests.paths import SCHEDULES, TARGETS, EmulatedPath, emulated
 
 
 def grouped(values: Any) -> list[Any]:

@@ -7,7 +7,6 @@ between the rows of strided inputs is NaN.
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,22 +19,25 @@ import cupyflash
 from cupyflash import host, merging, reference, select
 from cupyflash.params import MAX_MERGE_PARTS, MERGE
 from cupyflash.tensor import DType
-from tests.paths import CUPY, EVERY_PATH, NUMPY, EmulatedPath, Path
+from tests.paths import (
+    CUPY,
+    EVERY_PATH,
+    NUMPY,
+    SCHEDULES,
+    TARGETS,
+    EmulatedPath,
+    Path,
+    emulated,
+    every_path,
+)
 from tests.test_launch import FakeArray, fake_cupy, library_path, stub, stub_path  # noqa: F401
 
-TARGETS = ("sm_80", "sm_90a", "sm_100f")
 DTYPES: dict[str, Any] = {
     "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
 }
-SCHEDULES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
 
-emulated = [
-    pytest.mark.emulated,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="the emulator needs g++"),
-]
-every_path = pytest.mark.parametrize("path", EVERY_PATH, ids=str)
 every_device = pytest.mark.parametrize("path", EVERY_PATH[1:], ids=str)
 
 

@@ -253,10 +253,9 @@ struct TileStream {
 
 // --- scheduler ----------------------------------------------------------------------------------
 
-// One warp: deals out this CTA's tiles. By position: every wave's tiles from alternating ends, so
-// that no CTA always gets the longer tiles of a descending order. With a counter: the first tile by
-// position, then whichever is next, so that CTAs that are done early take more. The first CTA of a
-// cluster claims for both.
+// One warp: deals out this CTA's tiles. Without a counter, by position (Config::Scheduler). With a
+// counter, the first tile by position, then whichever is next, so that CTAs that are done early
+// take more. The first CTA of a cluster claims for both.
 template <class Config>
 struct Scheduler {
   using Layout = ForwardLayout<Config>;
@@ -273,10 +272,9 @@ struct Scheduler {
   CF_DEVICE static int slots() { return ptx::num_ctas() / Config::kCluster; }
 
   // Tile number `step` of this CTA; num_tiles or more: there is none.
-  // No overflow: num_tiles plus one wave stays below 2^31 (the host checks).
   CF_DEVICE int next_tile(int step) {
     if (params.tile_counter == nullptr) {
-      return step * slots() + ((step & 1) != 0 ? slots() - 1 - slot() : slot());
+      return typename Config::Scheduler{step}.tile(slot(), slots());
     }
     if (step == 0) return slot();
     if constexpr (Config::kCluster == 1) {

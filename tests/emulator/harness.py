@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,9 +14,8 @@ from numpy.typing import NDArray
 from cupyflash import emulate, source
 from cupyflash.emulate import EmulatedArray, Report
 from cupyflash.errors import EmulationError
+from cupyflash.launch import FAR_ROW
 from cupyflash.params import TensorMapRequest
-
-FAR_ROW = 1 << 30
 
 MODES = (("early", 0), ("late", 0), ("random", 1), ("random", 2), ("pct", 1))
 """Schedules and seeds that every correct kernel must survive."""
@@ -174,15 +174,11 @@ def ragged_load_map(
 ) -> TensorMapRequest:
     """A map that has the array's rows twice, what is too much taken back modulo 2^64."""
     batch, heads, rows, columns = array.shape
-    by_batch, by_head, by_row, itemsize = array.strides
-    return TensorMapRequest(
-        offset=offset,
-        pointer=array.pointer,
-        element_bytes=itemsize,
+    by_batch, by_head, by_row, _ = array.strides
+    return dataclasses.replace(
+        tensor_map(offset, array, box, swizzle),
         dims=(columns, FAR_ROW, heads, FAR_ROW + 1, (batch - 1) * (by_batch // by_row) + rows + 1),
         strides_bytes=(by_row, by_head, (1 << 64) // FAR_ROW - by_row, by_row),
-        box=box,
-        swizzle=swizzle,
     )
 
 
@@ -191,15 +187,11 @@ def ragged_map(
 ) -> TensorMapRequest:
     """A map that has the array's rows twice, from a base as many rows before it."""
     batch, heads, rows, columns = array.shape
-    by_batch, by_head, by_row, itemsize = array.strides
-    return TensorMapRequest(
-        offset=offset,
-        pointer=array.pointer,
-        element_bytes=itemsize,
+    by_batch, by_head, by_row, _ = array.strides
+    return dataclasses.replace(
+        tensor_map(offset, array, box, swizzle),
         dims=(columns, rows, rows + 1, heads, batch),
         strides_bytes=(by_row, by_row, by_head, by_batch),
-        box=box,
-        swizzle=swizzle,
         shift_bytes=-rows * by_row,
     )
 
