@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from cupyflash.select import KernelSpec, merge_spec, spec_for
-from cupyflash.tuning import FAMILIES, MERGE_DTYPES, Family
+from cupyflash.select import (
+    KernelSpec,
+    backward_convert_spec,
+    backward_delta_spec,
+    backward_spec_for,
+    merge_spec,
+    spec_for,
+)
+from cupyflash.tuning import DTYPES, FAMILIES, MERGE_DTYPES, Family, Tile, device_bytes
 
 RECIPES: dict[str, tuple[str, ...]] = {
     # Compute capabilities 8.x, 9.0, 10.0 and 10.3, each with the kernels made for it.
@@ -44,7 +51,7 @@ def specs(recipe: str, targets: tuple[str, ...] = ()) -> tuple[KernelSpec, ...]:
     unknown = [target for target in chosen if target not in SHARED_BYTES]
     if unknown:
         raise ValueError(f"target {unknown[0]!r}: expected one of {', '.join(SHARED_BYTES)}")
-    return tuple(spec for target in chosen for spec in _specs_of(target))
+    return tuple(dict.fromkeys(spec for target in chosen for spec in _specs_of(target)))
 
 
 def family_of(target: str) -> Family:
@@ -73,4 +80,38 @@ def _specs_of(target: str) -> list[KernelSpec]:
                     found.append(spec_for(family, tile, target, dtype, mask))
                     if family.general and mask != "none":
                         found.append(spec_for(family, tile, target, dtype, mask, general=True))
+        found += _backward_specs(family, target, shared_bytes)
+    if target == "sm_90a":  # what its own backward lacks
+        own = {(tile.head_dim_qk, tile.head_dim_v) for tile in _backward_tiles(family)}
+        found += [
+            spec
+            for spec in _backward_specs(FAMILIES["sm80"], "sm_90", SHARED_BYTES["sm_90"][0])
+            if (spec.head_dim_qk, spec.head_dim_v) not in own
+        ]
     return list(dict.fromkeys(found))
+
+
+def _backward_tiles(family: Family) -> tuple[Tile, ...]:
+    return family.backward.tiles if family.backward is not None else ()
+
+
+def _backward_specs(family: Family, target: str, shared_bytes: int) -> list[KernelSpec]:
+    """The first main kernel of each use that fits, and the kernels before and after it."""
+    if family.backward is None:
+        return []
+    found = [backward_delta_spec(dtype, target) for dtype in DTYPES]
+    served = set()
+    for tile in family.backward.tiles:
+        if device_bytes(family.backward.shared_bytes(tile), tile.min_blocks) > shared_bytes:
+            continue
+        for dtype in tile.dtypes:
+            for mask in tile.masks:
+                use = (tile.head_dim_qk, tile.head_dim_v, dtype, mask)
+                if use in served:
+                    continue
+                served.add(use)
+                kinds = (False,) if mask == "none" else (False, True)
+                for general in kinds:
+                    main = backward_spec_for(family, tile, target, dtype, mask, general)
+                    found += [main, backward_convert_spec(main, target)]
+    return found

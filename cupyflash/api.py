@@ -9,6 +9,7 @@ dictionary, allocates the outputs and launches.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from cupyflash.arrays import Array
 from cupyflash.cache import default_cache
 from cupyflash.driver import default_driver
 from cupyflash.errors import UnsupportedError
+from cupyflash.gradients import resolve_backward, run_backward
 from cupyflash.launch import EmulatedBackend, forward_launch, load_kernel, prepare
 from cupyflash.merging import merge_on_device
 from cupyflash.params import FORWARD
@@ -135,8 +137,8 @@ def attention(
         UnsupportedError: no kernel serves this combination; the message lists every candidate with
             the first condition that rules it out.
         ValueError: shapes, strides or values that do not go together, a read-only ``out``.
-        TypeError: not an array; dtypes, devices or libraries that do not go together; a tensor that
-            requires grad or has a forward-mode tangent.
+        TypeError: not an array; dtypes, devices or libraries that do not go together; a tensor with
+            a forward-mode tangent, or ``out`` beside tensors that require grad.
         DriverError: a GPU array without a usable NVIDIA driver, or a failed launch.
         MissingKernelError, CompileError: the kernel is not at hand and cannot be compiled.
         RuntimeError: the kernel is not loaded yet and a CUDA graph is being captured.
@@ -212,10 +214,18 @@ def attention(
         num_sms=num_sms,
         stream=stream,
     )
+    recorder = _adapters.recorder(q, k, v, options)
+    if recorder is not None:
+        return recorder(q, k, v, options)
     call = resolve(q, k, v, options)
     if call.adapter.kind is DeviceKind.cpu:
         return run_on_host(call)
     return run_on_device(call, key)
+
+
+# Derivatives stand above this module and call it; it calls them by name.
+_adapters = importlib.import_module("cupyflash.adapters")
+lookup._torchdynamo_inline = _adapters.no_configuration  # type: ignore[attr-defined]
 
 
 def explain(q: Array, k: Array, v: Array, **options: Any) -> str:
@@ -365,7 +375,7 @@ def attention_backward(
     q: Array,
     k: Array,
     v: Array,
-    out: Array,
+    out: Array | None,
     lse: Array,
     *,
     dlse: Array | None = None,
@@ -378,34 +388,73 @@ def attention_backward(
     dv: Array | None = None,
     **options: Any,
 ) -> Grads:
-    """Gradients of ``attention``. Not supported yet: every call raises UnsupportedError.
+    r"""Gradients of ``attention``, by recomputing its weights from lse.
 
-    With p_ij = exp(s_ij - lse_i) and delta_i = dout_i . out_i - dlse_i, the gradients are
-    dv_j = sum_i p_ij dout_i, ds_ij = p_ij (dout_i . v_j - delta_i),
-    dq_i = softmax_scale sum_j ds_ij k_j and dk_j = softmax_scale sum_i ds_ij q_i.
+    With the scores s, the weights p_ij = exp(s_ij - lse_i) and delta_i = dout_i . out_i - dlse_i,
+
+    .. math::
+        dv_j = \sum_i p_{ij}\, dout_i, \qquad
+        ds_{ij} = p_{ij} (dout_i \cdot v_j - delta_i), \qquad
+        dq_i = scale \sum_j ds_{ij} k_j, \qquad
+        dk_j = scale \sum_i ds_{ij} q_i,
+
+    where a softcap c multiplies ds_ij by 1 - (s_ij / c)^2. Gradients of queries without visible
+    keys, of keys that no query sees and of rows that belong to no sequence are 0; dk and dv are
+    sums over the query heads that share them.
+
+    Runs where the arrays are, as ``attention`` does. Memory beyond the results grows with seqlen_q:
+    about one float32 array in the shape of q.
 
     Args:
-        dout: gradient of the loss with respect to ``out``, in its shape.
+        dout: gradient of the loss with respect to ``out``, in its shape and dtype, of any strides.
         q, k, v: the inputs of the forward.
-        out, lse: its results.
-        dlse: gradient with respect to ``lse``, [batch, heads_q, seqlen_q]; None means zero.
-        delta: float32 [batch, heads_q, seqlen_q] where it is known already.
-        accumulate: adds to ``dq``, ``dk``, ``dv`` (float32) in place of overwriting them.
+        out: its result; may be None where ``delta`` is given.
+        lse: its log-sum-exp, or that of a larger set of keys of which k and v are a part.
+        dlse: gradient with respect to lse, in its shape, float32; None means zero.
+        delta: rowsum(dout * out) - dlse, in the shape of lse, float32, where it is known already:
+            for a part of the keys, that of all.
+        accumulate: adds to what ``dq``, ``dk`` and ``dv`` hold in place of overwriting it.
         deterministic: fixes the order of additions, so that repeated calls agree bit for bit.
-        dout_scale: scale of an fp8 ``dout``.
-        dq, dk, dv: where to write the gradients.
-        options: those of ``attention``.
+        dout_scale: scale of an fp8 ``dout``. Not supported yet.
+        dq, dk, dv: where to write the gradients, in the shapes of q, k and v; all in their dtype or
+            all float32 (float64 on the CPU); addresses and strides multiples of 16 bytes. Rows that
+            belong to no sequence stay as they are if all three are given.
+        options: those of ``attention`` that the forward was called with, ``stream`` and ``num_sms``
+            too; not ``out`` and ``return_lse``.
 
     Returns:
-        Grads: dq, dk, dv.
+        Grads: dq, dk, dv, the caller's or new ones in q's dtype and ``layout``.
 
     Raises:
-        UnsupportedError: always, until a backward kernel exists.
+        UnsupportedError, ValueError, TypeError, DriverError, MissingKernelError, CompileError,
+            RuntimeError: as ``attention``.
+
+    Example:
+        >>> import numpy, cupyflash
+        >>> x = numpy.ones((1, 2, 1, 8), numpy.float32)
+        >>> out, lse = cupyflash.attention(x, x, x, causal=True, return_lse=True)
+        >>> cupyflash.attention_backward(x, x, x, x, out, lse, causal=True).dv[0, :, 0, 0]
+        array([1.5, 0.5], dtype=float32)
 
     References:
-        Tri Dao, FlashAttention-2, 2023, arXiv:2307.08691, algorithm 2.
+        Tri Dao, Daniel Y. Fu, Stefano Ermon, Atri Rudra, Christopher Re, FlashAttention, 2022,
+        arXiv:2205.14135, appendix B.4. Tri Dao, FlashAttention-2, 2023, arXiv:2307.08691,
+        algorithm 2.
     """
-    raise UnsupportedError("attention_backward: there is no backward kernel yet, on any device")
+    if dout_scale is not None:
+        raise UnsupportedError("dout_scale: scales belong to fp8 arrays, which have no kernel yet")
+    if out is None and delta is None:
+        raise TypeError("out: may be None only where delta is given")
+    given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "delta": delta}
+    given |= {"dq": dq, "dk": dk, "dv": dv}
+    grad_call = resolve_backward(
+        {name: array for name, array in given.items() if array is not None},
+        (q, k, v),
+        options_of("attention_backward", options),
+        accumulate,
+        deterministic,
+    )
+    return Grads(*run_backward(grad_call))
 
 
 @dataclass(frozen=True, eq=False)

@@ -151,7 +151,7 @@ def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[Tenso
         itemsize = view.dtype.itemsize
         batch, seqlen, heads, head_dim = view.shape
         by_row, by_head, by_batch = (
-            _map_stride(view.shape[axis], view.strides[axis] * itemsize, head_dim * itemsize)
+            map_stride(view.shape[axis], view.strides[axis] * itemsize, head_dim * itemsize)
             for axis in (1, 2, 0)
         )
         dims: tuple[int, ...] = (head_dim, seqlen, heads, batch)
@@ -185,7 +185,7 @@ def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[Tenso
     return tuple(requests)
 
 
-def _map_stride(extent: int, stride_bytes: int, row_bytes: int) -> int:
+def map_stride(extent: int, stride_bytes: int, row_bytes: int) -> int:
     """A stride fit for a tensor map: that of a dimension of size 1 may be anything, so it becomes
     the size of a row, rounded up to the 16 bytes that a map demands."""
     return stride_bytes if extent > 1 else -(-row_bytes // 16) * 16

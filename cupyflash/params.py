@@ -191,6 +191,61 @@ FORWARD = _layout(
 )
 """Layout of ``cf::ForwardParams``; ``kernels_cu/params.cuh`` says what each member means."""
 
+BACKWARD = _layout(
+    "cf::BackwardParams",
+    [
+        *((f"{tensor}_map", "tensor_map") for tensor in ("q", "k", "v", "dout", "dk", "dv")),
+        *(
+            (array, "pointer")
+            for array in (
+                *("q", "k", "v", "out", "dout", "dout_given", "lse", "dlse", "delta"),
+                *("dq", "dk", "dv"),
+                *("row_lse", "row_delta", "dq_sums", "dq_turns"),
+                *DEVICE_LENGTHS,
+                "tile_counter",
+            )
+        ),
+        *_strides("q"),
+        *_strides("k"),
+        *_strides("v"),
+        *_strides("out"),
+        *_strides("dout"),
+        *_strides("dout_given"),
+        ("dout_given_stride_dim", "int64"),
+        *_strides("dq"),
+        *_strides("dk"),
+        *_strides("dv"),
+        *(
+            (f"{tensor}_stride_{axis}", "int64")
+            for tensor in ("lse", "dlse", "delta")
+            for axis in ("batch", "head", "seqlen")
+        ),
+        ("mask_left", "int64"),
+        ("mask_right", "int64"),
+        *(
+            (name, "int32")
+            for name in (
+                *("batch", "seqlen_q", "seqlen_kv", "heads_q", "heads_kv"),
+                *("head_dim_qk", "head_dim_v", "group", "rows_q", "rows_kv"),
+                *("q_batch_rows", "k_batch_rows", "v_batch_rows", "dout_batch_rows"),
+                *("bottom_right", "block_m", "width_qk", "num_m_blocks", "num_slots"),
+                *("num_n_blocks", "num_tiles", "section_heads"),
+                *("float_grads", "accumulate", "clear_grads", "copy_dout", "vectors"),
+            )
+        ),
+        *(
+            (name, "float")
+            for name in (
+                *("softmax_scale", "softmax_scale_log2", "softcap", "softcap_slope"),
+                "grad_scale",
+            )
+        ),
+    ],
+    header="backward_params.cuh",
+)
+"""Layout of ``cf::BackwardParams``; ``kernels_cu/backward_params.cuh`` says what each member means.
+"""
+
 MAX_MERGE_PARTS = 32
 """Parts that one launch merges: ``cf::kMaxMergeParts``."""
 

@@ -529,17 +529,25 @@ def _check_out(
         )
     if out.dtype != dtype:
         raise TypeError(f"out: expected {dtype}, the dtype of q, got {out.dtype}")
-    if out.readonly:
-        raise ValueError("out: the array is read-only")
-    _check_last_stride("out", out, layout)
-    if _overlaps_itself(out):
+    check_writable("out", out, inputs, layout)
+
+
+def check_writable(
+    name: str, written: TensorView, others: dict[str, TensorView], layout: str
+) -> None:
+    """Raises unless a kernel can write to ``written``, a view in bshd order of an array of the
+    caller's, while it works with ``others``."""
+    if written.readonly:
+        raise ValueError(f"{name}: the array is read-only")
+    _check_last_stride(name, written, layout)
+    if _overlaps_itself(written):
         raise ValueError(
-            f"out: elements share memory, strides {_in_layout(out.strides, layout)} for shape "
-            f"{_in_layout(out.shape, layout)}"
+            f"{name}: elements share memory, strides {_in_layout(written.strides, layout)} for "
+            f"shape {_in_layout(written.shape, layout)}"
         )
-    for name, view in inputs.items():
-        if _overlap(out, view):
-            raise ValueError(f"out: shares memory with {name}; attention cannot work in place")
+    for other, view in others.items():
+        if _overlap(written, view):
+            raise ValueError(f"{name}: shares memory with {other}; attention cannot work in place")
 
 
 def _overlaps_itself(view: TensorView) -> bool:

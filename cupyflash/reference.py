@@ -18,10 +18,27 @@ does not exist. Three consequences are part of the contract:
   all -inf: both are a sum over nothing.
 * A hidden key contributes nothing, whatever its K and V hold: there is no 0 * NaN.
 * A visible NaN, or a visible score of +inf, makes the whole row NaN, and its lse too.
+
+The gradients, from those of the loss with respect to out (dout) and to lse (dlse, zero if absent):
+
+    delta_i = <dout_i, out_i> - dlse_i
+    dv_j    = sum over i of p_ij * dout_i
+    ds_ij   = p_ij * (<dout_i, v_j> - delta_i);  with a softcap:  * (1 - (s_ij / c)^2)
+    dq_i    = softmax_scale * sum over j of ds_ij * k_j
+    dk_j    = softmax_scale * sum over i of ds_ij * q_i
+
+Each sum is over the visible pairs; those for dk and dv are over all query heads of the group too.
+Hence the same consequences:
+
+* A row that sees no key, or only scores of -inf, has ``dq = 0`` and adds nothing to dk and dv,
+  whatever its q and dout hold. A key that no row sees has ``dk = dv = 0``.
+* A hidden pair contributes nothing, whatever q, dout, k and v hold: there is no 0 * NaN.
+* A row with a NaN in lse makes dk and dv of all keys that it sees NaN, and its own dq.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,17 +48,22 @@ from numpy.typing import ArrayLike, NDArray
 __all__ = [
     "Comparison",
     "Expectation",
+    "GradComparison",
+    "GradExpectation",
     "attention",
+    "attention_backward",
     "compare",
     "expect",
+    "expect_backward",
     "merge",
     "mismatch",
     "rounded_attention",
+    "rounded_attention_backward",
     "unit_roundoff",
     "visible_keys",
 ]
 
-# Rows handled at a time: bounds the memory to a few hundred MB at 120,000 keys.
+# Rows handled at a time: bounds the memory to a few hundred MB at 120,000 keys, 1 GB for gradients.
 _ROWS = 128
 
 
@@ -96,7 +118,8 @@ def attention(
     Returns:
         out [batch, seqlen_q, heads_q, head_dim_v] and lse [batch, heads_q, seqlen_q], float64.
     """
-    return _attention(q, k, v, left, right, shift, softmax_scale, softcap, rows, np.float64, None)
+    options = _Options(left, right, shift, softmax_scale, softcap, rows)
+    return _attention(q, k, v, options, np.float64, None)
 
 
 def rounded_attention(
@@ -123,67 +146,107 @@ def rounded_attention(
     Returns:
         out in q's dtype and lse, shaped as :func:`attention` returns them.
     """
-    working = np.float64 if q.dtype == np.float64 else np.float32
-    out, lse = _attention(
-        q, k, v, left, right, shift, softmax_scale, softcap, rows, working, q.dtype
-    )
+    options = _Options(left, right, shift, softmax_scale, softcap, rows)
+    out, lse = _attention(q, k, v, options, _working_type(q.dtype), q.dtype)
     return out.astype(q.dtype), lse
+
+
+@dataclass(frozen=True, eq=False)
+class _Options:
+    """The keyword arguments of :func:`attention`."""
+
+    left: int | None = None
+    right: int | None = None
+    shift: int = 0
+    softmax_scale: float | None = None
+    softcap: float = 0.0
+    rows: NDArray[np.int64] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """Some query rows of a head and all keys that there are, in the type to compute in."""
+
+    rows: tuple[int, slice, int]  # where the rows lie in [batch, seqlen_q, heads_q, ...]
+    row_values: tuple[int, int, slice]  # and in [batch, heads_q, seqlen_q]
+    all_keys: tuple[int, slice, int]  # where the keys lie in [batch, seqlen_kv, heads_kv, ...]
+    queries: NDArray  # [rows, head_dim_qk]
+    keys: NDArray  # [seqlen_kv, head_dim_qk]
+    values: NDArray  # [seqlen_kv, head_dim_v]
+    scores: NDArray  # [rows, seqlen_kv], of all pairs
+    visible: NDArray[np.bool_]  # [rows, seqlen_kv]
+
+
+def _blocks(
+    q: NDArray, k: NDArray, v: NDArray, options: _Options, working: type
+) -> Iterator[_Block]:
+    """All query rows; none if there are no keys."""
+    batch, seqlen_q, heads_q, _ = q.shape
+    seqlen_kv, heads_kv = k.shape[1], k.shape[2]
+    if seqlen_kv == 0:
+        return
+    rows = np.arange(seqlen_q) if options.rows is None else options.rows
+    scale, cap = _scale(q, options, working), working(options.softcap)
+    for b, h in np.ndindex(batch, heads_q):
+        all_keys = (b, slice(None), h // (heads_q // heads_kv))
+        keys: NDArray = k[all_keys].astype(working)
+        values: NDArray = v[all_keys].astype(working)
+        for start in range(0, seqlen_q, _ROWS):
+            at = slice(start, min(start + _ROWS, seqlen_q))
+            queries: NDArray = q[b, at, h].astype(working)
+            scores = (queries @ keys.T) * scale
+            if cap:
+                scores = cap * np.tanh(scores / cap)
+            visible = visible_keys(rows[at], seqlen_kv, options.left, options.right, options.shift)
+            yield _Block((b, at, h), (b, h, at), all_keys, queries, keys, values, scores, visible)
+
+
+def _scale(q: NDArray, options: _Options, working: type) -> Any:
+    """softmax_scale in the type to compute in."""
+    default = q.shape[3] ** -0.5
+    return working(default if options.softmax_scale is None else options.softmax_scale)
+
+
+def _working_type(dtype: np.dtype) -> type:
+    """What a plain framework computes scores in."""
+    return np.float64 if dtype == np.float64 else np.float32
 
 
 def _attention(
     q: NDArray,
     k: NDArray,
     v: NDArray,
-    left: int | None,
-    right: int | None,
-    shift: int,
-    softmax_scale: float | None,
-    softcap: float,
-    rows: NDArray[np.int64] | None,
+    options: _Options,
     working: type,
     rounding: np.dtype | None,
 ) -> tuple[NDArray, NDArray]:
     """Attention computed in the type ``working``; probabilities rounded to ``rounding``, if any."""
-    batch, seqlen_q, heads_q, head_dim = q.shape
-    seqlen_kv, heads_kv = k.shape[1], k.shape[2]
-    group = heads_q // heads_kv
-    scale = working(head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    batch, seqlen_q, heads_q, _ = q.shape
     out: NDArray = np.zeros((batch, seqlen_q, heads_q, v.shape[3]), working)
     lse: NDArray = np.full((batch, heads_q, seqlen_q), -np.inf, working)
-    if seqlen_kv == 0:
-        return out, lse
-    if rows is None:
-        rows = np.arange(seqlen_q)
     with np.errstate(all="ignore"):
-        for b, h in np.ndindex(batch, heads_q):
-            keys: NDArray = k[b, :, h // group].astype(working)
-            values: NDArray = v[b, :, h // group].astype(working)
-            for start in range(0, seqlen_q, _ROWS):
-                at = slice(start, min(start + _ROWS, seqlen_q))
-                scores = (q[b, at, h].astype(working) @ keys.T) * scale
-                if softcap:
-                    scores = working(softcap) * np.tanh(scores / working(softcap))
-                visible = visible_keys(rows[at], seqlen_kv, left, right, shift)
-                out[b, at, h], lse[b, h, at] = _softmax_times(
-                    np.where(visible, scores, -np.inf), visible, values, rounding
-                )
+        for block in _blocks(q, k, v, options, working):
+            p, row_lse = _softmax(block.scores, block.visible)
+            row_out = _times_visible(_rounded(p, rounding), block.visible, block.values)
+            out[block.rows] = np.where(row_lse[:, None] == -np.inf, 0, row_out)
+            lse[block.row_values] = row_lse
     return out, lse
 
 
-def _softmax_times(
-    scores: NDArray, visible: NDArray[np.bool_], values: NDArray, rounding: np.dtype | None
-) -> tuple[NDArray, NDArray]:
-    """softmax(scores) @ values and its log-sum-exp; scores are -inf at hidden keys."""
+def _softmax(scores: NDArray, visible: NDArray[np.bool_]) -> tuple[NDArray, NDArray]:
+    """Probabilities, 0 at hidden keys and in rows that see nothing, and the log-sum-exp of rows."""
+    scores = np.where(visible, scores, -np.inf)
     row_max = scores.max(axis=1, keepdims=True)
     empty = row_max == -np.inf
     weights = np.exp(scores - np.where(empty, 0, row_max))
     row_sum = weights.sum(axis=1, keepdims=True)
     lse = (row_max + np.log(row_sum))[:, 0]
-    probabilities = weights / np.where(empty, 1, row_sum)
-    if rounding is not None:
-        probabilities = probabilities.astype(rounding).astype(weights.dtype)
-    out = _times_visible(probabilities, visible, values)
-    return np.where(empty, 0, out), lse
+    return np.where(visible, weights / np.where(empty, 1, row_sum), 0), lse
+
+
+def _rounded(x: NDArray, rounding: np.dtype | None) -> NDArray:
+    """x as it is after a visit to the type ``rounding``, if any."""
+    return x if rounding is None else x.astype(rounding).astype(x.dtype)
 
 
 def _times_visible(probabilities: NDArray, visible: NDArray[np.bool_], values: NDArray) -> NDArray:
@@ -223,6 +286,109 @@ def merge(
         weight = np.swapaxes(np.exp(log - np.where(row_max == -np.inf, 0, lse)), -1, -2)[..., None]
         out += np.where(weight == 0, 0, weight * np.asarray(part, np.float64))
     return out, lse
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def attention_backward(
+    dout: NDArray,
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    *,
+    dlse: NDArray | None = None,
+    left: int | None = None,
+    right: int | None = None,
+    shift: int = 0,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    rows: NDArray[np.int64] | None = None,
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """The gradients of :func:`attention` as this module's docstring defines them.
+
+    Args:
+        dout: gradient with respect to out, [batch, seqlen_q, heads_q, head_dim_v].
+        q, k, v: the inputs of :func:`attention`.
+        dlse: gradient with respect to lse, [batch, heads_q, seqlen_q]; None is zero.
+        left, right, shift, softmax_scale, softcap, rows: as in :func:`attention`; with ``rows``,
+            dk and dv are sums over these rows only.
+
+    Returns:
+        dq, dk and dv, shaped as q, k and v, float64.
+    """
+    options = _Options(left, right, shift, softmax_scale, softcap, rows)
+    return _attention_backward(dout, q, k, v, dlse, options, np.float64, None)
+
+
+def rounded_attention_backward(
+    dout: NDArray,
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    *,
+    dlse: NDArray | None = None,
+    left: int | None = None,
+    right: int | None = None,
+    shift: int = 0,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    rows: NDArray[np.int64] | None = None,
+) -> tuple[NDArray, NDArray, NDArray]:
+    """The same gradients as a plain framework computes them in the input's own precision.
+
+    Scores, softmax, delta and ds are float32 (float64 for float64 input). The output that delta is
+    made of, p where it meets dout, and ds where it meets q and k are rounded to the input's type,
+    and so are the gradients in the end.
+
+    Args: as :func:`attention_backward`.
+
+    Returns:
+        dq, dk and dv in q's dtype.
+    """
+    options = _Options(left, right, shift, softmax_scale, softcap, rows)
+    working = _working_type(q.dtype)
+    dq, dk, dv = _attention_backward(dout, q, k, v, dlse, options, working, q.dtype)
+    with np.errstate(over="ignore"):
+        return dq.astype(q.dtype), dk.astype(q.dtype), dv.astype(q.dtype)
+
+
+def _attention_backward(
+    dout: NDArray,
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    dlse: NDArray | None,
+    options: _Options,
+    working: type,
+    rounding: np.dtype | None,
+) -> tuple[NDArray, NDArray, NDArray]:
+    """Gradients computed in the type ``working``; out, p and ds rounded to ``rounding``, if any."""
+    dq: NDArray = np.zeros(q.shape, working)
+    dk: NDArray = np.zeros(k.shape, working)
+    dv: NDArray = np.zeros(v.shape, working)
+    scale = _scale(q, options, working)
+    with np.errstate(all="ignore"):
+        for block in _blocks(q, k, v, options, working):
+            p, row_lse = _softmax(block.scores, block.visible)
+            # A row of nothing but -inf contributes no more than one that sees nothing.
+            visible = block.visible & (row_lse != -np.inf)[:, None]
+            p_rounded = _rounded(p, rounding)
+            row_out = _rounded(_times_visible(p_rounded, visible, block.values), rounding)
+
+            d_out: NDArray = dout[block.rows].astype(working)
+            delta = (d_out * row_out).sum(axis=1)
+            if dlse is not None:
+                delta = delta - dlse[block.row_values].astype(working)
+            ds = p * (d_out @ block.values.T - delta[:, None])
+            if options.softcap:
+                ds *= 1 - (block.scores / working(options.softcap)) ** 2
+            ds = _rounded(np.where(visible, ds, 0), rounding)
+
+            dq[block.rows] = scale * _times_visible(ds, visible, block.keys)
+            dk[block.all_keys] += scale * _times_visible(ds.T, visible.T, block.queries)
+            dv[block.all_keys] += _times_visible(p_rounded.T, visible.T, d_out)
+    return dq, dk, dv
 
 
 # -- comparing a result with the reference ---------------------------------------------------------
@@ -321,6 +487,127 @@ def compare(
 ) -> Comparison:
     """Hold a result against the reference: ``expect(q, k, v, **options).compare(out, lse)``."""
     return expect(q, k, v, **options).compare(out, lse)
+
+
+@dataclass(frozen=True)
+class GradComparison:
+    """How far gradients are from the reference, and how far they may be.
+
+    Attributes:
+        errors: largest absolute difference in dq, dk and dv.
+        bounds: what each may be, see :func:`expect_backward`.
+        problem: what is wrong, or None.
+    """
+
+    errors: tuple[float, float, float]
+    bounds: tuple[float, float, float]
+    problem: str | None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+
+@dataclass(frozen=True, eq=False)
+class GradExpectation:
+    """The right gradients of one problem, and how far others may be from them.
+
+    Attributes:
+        dq, dk, dv: as :func:`attention_backward` returns them.
+        bounds: largest absolute difference allowed in each.
+    """
+
+    dq: NDArray[np.float64]
+    dk: NDArray[np.float64]
+    dv: NDArray[np.float64]
+    bounds: tuple[float, float, float]
+
+    def compare(self, dq: NDArray, dk: NDArray, dv: NDArray) -> GradComparison:
+        """Hold gradients against it. NaN and infinities must be where they should; only then are
+        magnitudes compared."""
+        actual, expected = (dq, dk, dv), (self.dq, self.dk, self.dv)
+        problems = map(mismatch, ("dq", "dk", "dv"), actual, expected, self.bounds)
+        error_q, error_k, error_v = map(_distance, actual, expected)
+        return GradComparison(
+            (error_q, error_k, error_v),
+            self.bounds,
+            next((problem for problem in problems if problem is not None), None),
+        )
+
+
+def expect_backward(
+    dout: NDArray,
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    *,
+    dlse: NDArray | None = None,
+    **options: Any,
+) -> GradExpectation:
+    """The right gradients of a problem, with tolerances made for these very inputs.
+
+    The bound on a gradient is twice the error of :func:`rounded_attention_backward` plus, for
+    16-bit types, two roundings of the largest value, because a kernel may round where the plain
+    computation happens to be exact, plus the largest error that float32 (float64 for float64 input)
+    may make where the plain computation makes none, see ``_working_errors``.
+
+    Args:
+        dout: gradient with respect to out.
+        q, k, v: the inputs of :func:`attention`.
+        dlse: gradient with respect to lse, or None.
+        options: the other keyword arguments of :func:`attention_backward`.
+    """
+    exact = attention_backward(dout, q, k, v, dlse=dlse, **options)
+    rounded = rounded_attention_backward(dout, q, k, v, dlse=dlse, **options)
+    errors = _working_errors(dout, q, k, v, dlse, _Options(**options))
+    roundings = 2 * unit_roundoff(q.dtype) if np.dtype(q.dtype).itemsize == 2 else 0.0
+    bound_q, bound_k, bound_v = (
+        2 * _distance(plain, right) + roundings * _largest(right) + _largest(error)
+        for plain, right, error in zip(rounded, exact, errors, strict=True)
+    )
+    return GradExpectation(*exact, (bound_q, bound_k, bound_v))
+
+
+def _working_errors(
+    dout: NDArray,
+    q: NDArray,
+    k: NDArray,
+    v: NDArray,
+    dlse: NDArray | None,
+    options: _Options,
+) -> tuple[NDArray, NDArray, NDArray]:
+    """How far dq, dk and dv may be off because they are computed in float32 (float64).
+
+    Two errors matter. p_ij = exp(s_ij - lse_i) turns the error of s and lse, 16 roundings of their
+    size (:func:`expect`), into one relative to p. And <dout_i, v_j> - delta_i may cancel: each side
+    is off by 16 roundings of what it would be if all its terms were positive.
+    """
+    working = _working_type(q.dtype)
+    dq: NDArray = np.zeros(q.shape, working)
+    dk: NDArray = np.zeros(k.shape, working)
+    dv: NDArray = np.zeros(v.shape, working)
+    unit = working(16 * unit_roundoff(np.dtype(working)))
+    scale = abs(_scale(q, options, working))
+    with np.errstate(all="ignore"):
+        for block in _blocks(q, k, v, options, working):
+            p, row_lse = _softmax(block.scores, block.visible)
+            visible = block.visible & (row_lse != -np.inf)[:, None]
+            d_out: NDArray = dout[block.rows].astype(working)
+            dp = d_out @ block.values.T
+            delta = (p * dp).sum(axis=1)
+            if dlse is not None:
+                delta = delta - dlse[block.row_values].astype(working)
+            terms = np.abs(d_out) @ np.abs(block.values).T + np.abs(delta)[:, None]
+            p_error = unit * p * (1 + np.abs(row_lse))[:, None]
+            ds_error = p_error * np.abs(dp - delta[:, None]) + unit * p * terms
+            if options.softcap:
+                ds_error *= 1 - (block.scores / working(options.softcap)) ** 2
+            p_error, ds_error = (np.where(visible, x, 0) for x in (p_error, ds_error))
+
+            dq[block.rows] = scale * (ds_error @ np.abs(block.keys))
+            dk[block.all_keys] += scale * (ds_error.T @ np.abs(block.queries))
+            dv[block.all_keys] += p_error.T @ np.abs(d_out)
+    return dq, dk, dv
 
 
 def _largest(x: NDArray) -> float:

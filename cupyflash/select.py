@@ -7,6 +7,7 @@ first broken rule of every other, and ``explain`` prints that. Nothing here touc
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -17,7 +18,18 @@ from dataclasses import dataclass
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import DeviceInfo, Problem
 from cupyflash.tensor import DType
-from cupyflash.tuning import DTYPES, FAMILIES, MERGE_BLOCKS, MERGE_THREADS, Family, Tile
+from cupyflash.tuning import (
+    BACKWARD_CONVERT_THREADS,
+    BACKWARD_DELTA_THREADS,
+    DQ_ORDER,
+    DTYPES,
+    FAMILIES,
+    MERGE_BLOCKS,
+    MERGE_THREADS,
+    Family,
+    Tile,
+    device_bytes,
+)
 
 logger = logging.getLogger("cupyflash")
 
@@ -36,7 +48,8 @@ class KernelSpec:
     """One compiled kernel, completely: everything that its translation unit depends on.
 
     Attributes:
-        kernel: what it computes ("forward", "merge").
+        kernel: what it computes ("forward", "backward", "backward_delta", "backward_convert",
+            "merge").
         family: the code that it is made of ("sm80", "sm90", "sm100"; "any": one for all, which has
             no tiles: widths, tile and stages are 0).
         target: what it is compiled for ("sm_80", "sm_90a", "sm_100f", "sm_120", ...).
@@ -72,7 +85,11 @@ class KernelSpec:
     @functools.cached_property
     def name(self) -> str:
         """Readable name, also the kernel's symbol: forward_sm90_bf16_d128_m128n128s2_causal."""
-        if self.kernel != "forward":
+        if self.kernel == "backward_convert":
+            order = "x".join(str(value) for _, value in self.options)
+            tile = f"d{self.head_dim_qk}_m{self.block_m}_{order}"
+            return "_".join([self.kernel, self.family, self.dtype.short, tile])
+        if self.kernel not in ("forward", "backward"):
             return "_".join([self.kernel, self.family, self.dtype.short])
         width = f"d{self.head_dim_qk}"
         if self.head_dim_v != self.head_dim_qk:
@@ -81,7 +98,12 @@ class KernelSpec:
         if self.cluster != 1:
             tile += f"c{self.cluster}"
         parts = [self.kernel, self.family, self.dtype.short, width, tile]
-        defaults = {option.name: option for option in FAMILIES[self.family].options}
+        family = FAMILIES[self.family]
+        options = family.options
+        if self.kernel == "backward":
+            assert family.backward is not None
+            options = family.backward.options
+        defaults = {option.name: option for option in options}
         for name, value in self.options:
             option = defaults[name]
             if option.tag is not None and value != option.default:
@@ -189,6 +211,55 @@ def spec_for(
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def backward_spec_for(
+    family: Family, tile: Tile, target: str, dtype: DType, mask: str, general: bool = False
+) -> KernelSpec:
+    """The main backward kernel of one row of ``tuning.py``."""
+    assert family.backward is not None
+    return KernelSpec(
+        kernel="backward",
+        family=family.name,
+        target=target,
+        dtype=dtype,
+        head_dim_qk=tile.head_dim_qk,
+        head_dim_v=tile.head_dim_v,
+        mask=mask,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        stages=tile.stages,
+        threads=tile.threads,
+        min_blocks=tile.min_blocks,
+        cluster=tile.cluster,
+        scheduler=tile.scheduler,
+        shared_bytes=family.backward.shared_bytes(tile),
+        options=family.backward.option_values(tile),
+        general=general,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def backward_delta_spec(dtype: DType, target: str) -> KernelSpec:
+    """The kernel that runs before a main backward kernel."""
+    return _helper_spec("backward_delta", dtype, target, BACKWARD_DELTA_THREADS)
+
+
+@functools.lru_cache(maxsize=256)
+def backward_convert_spec(main: KernelSpec, target: str) -> KernelSpec:
+    """The kernel that runs after ``main`` and makes dq of its sums."""
+    return dataclasses.replace(
+        _helper_spec("backward_convert", main.dtype, target, BACKWARD_CONVERT_THREADS),
+        head_dim_qk=main.head_dim_qk,
+        block_m=main.block_m,
+        options=tuple((name, main.option(name)) for name in DQ_ORDER),
+    )
+
+
+def _helper_spec(kernel: str, dtype: DType, target: str, threads: int) -> KernelSpec:
+    """A kernel of all families, which has no tiles and no shared memory."""
+    return dataclasses.replace(merge_spec(dtype, target), kernel=kernel, threads=threads)
+
+
 @functools.lru_cache(maxsize=256)
 def merge_spec(dtype: DType, target: str) -> KernelSpec:
     """The kernel that merges parts of an element type (``MERGE_DTYPES``)."""
@@ -253,21 +324,32 @@ def native_target(capability: tuple[int, int]) -> str | None:
     return next((target for target in targets if target is not None), None)
 
 
-def candidates(problem: Problem, device: DeviceInfo) -> tuple[Candidate, ...]:
+def candidates(
+    problem: Problem, device: DeviceInfo, kernel: str = "forward"
+) -> tuple[Candidate, ...]:
     """Every kernel that could be considered, the preferred first, whether it fits or not."""
     found = []
     for family in FAMILIES.values():
         target = target_for(family.name, device.capability) or _DEFAULT_TARGET[family.name]
-        for tile in family.tiles:
-            spec = spec_for(
-                family, tile, target, problem.dtype, problem.mask_kind, problem.is_general
-            )
+        make, tiles = spec_for, family.tiles
+        if kernel == "backward":
+            if family.backward is None:
+                continue
+            make, tiles = backward_spec_for, family.backward.tiles
+        for tile in tiles:
+            spec = make(family, tile, target, problem.dtype, problem.mask_kind, problem.is_general)
             found.append(Candidate(family, tile, spec))
     return tuple(found)
 
 
-def select(problem: Problem, device: DeviceInfo) -> Choice:
+def select(problem: Problem, device: DeviceInfo, kernel: str = "forward") -> Choice:
     """The preferred kernel that satisfies every rule.
+
+    Args:
+        problem: what is to be computed; for a backward pass also what is wrong with the addresses
+            of dk and dv.
+        device: where.
+        kernel: "forward" or "backward".
 
     Raises:
         UnsupportedError: there is none; the message lists each candidate with the first condition
@@ -275,7 +357,7 @@ def select(problem: Problem, device: DeviceInfo) -> Choice:
     """
     chosen: KernelSpec | None = None
     rejections: list[tuple[str, str]] = []
-    for label, spec, reason in _judge(problem, device):
+    for label, spec, reason in _judge(problem, device, kernel):
         if reason is None and chosen is None:
             chosen = spec
         elif reason is None:
@@ -284,7 +366,7 @@ def select(problem: Problem, device: DeviceInfo) -> Choice:
         else:
             rejections.append((label, reason))
     if chosen is None:
-        raise UnsupportedError(_unsupported_message(problem, device), rejections)
+        raise UnsupportedError(_unsupported_message(problem, device, kernel), rejections)
     forced = forced_family()
     if forced is not None:
         logger.info("CUPYFLASH_FAMILY=%s: %s", forced, chosen.name)
@@ -327,7 +409,7 @@ def explain(
     return "\n".join(lines)
 
 
-def describe_problem(problem: Problem, lengths: str | None = None) -> str:
+def describe_problem(problem: Problem, lengths: str | None = None, kernel: str = "forward") -> str:
     """One line: shapes, type, mask, scale. ``lengths`` stands for batch and lengths of packed
     sequences, which a ``Problem`` does not know."""
     bounds = []
@@ -346,7 +428,7 @@ def describe_problem(problem: Problem, lengths: str | None = None) -> str:
     if lengths is None:
         lengths = f"batch {problem.batch}, seqlen {problem.seqlen_q} x {problem.seqlen_kv}"
     parts = [
-        f"forward, {lengths}, heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}",
+        f"{kernel}, {lengths}, heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}",
         f"{problem.dtype}, {mask}, softmax_scale {problem.softmax_scale:.6g}",
     ]
     if problem.softcap:
@@ -460,7 +542,7 @@ def _address_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) ->
         unit, why = "TMA", problem.why_no_tma
     else:
         unit, why = "cp.async", problem.why_unaligned
-    for tensor in ("q", "k", "v", "out"):
+    for tensor in ("q", "k", "v", "out", "dk", "dv"):
         reason = why(tensor)
         if reason is not None:
             return f"{unit} cannot address {tensor}: {reason}"
@@ -505,8 +587,8 @@ def _shared_memory_rule(problem: Problem, device: DeviceInfo, candidate: Candida
     needed, available = candidate.spec.shared_bytes, device.shared_memory_per_block
     if needed > available:
         return f"needs {needed} bytes of shared memory a block, the device has {available}"
-    if candidate.family.device_bytes(candidate.tile) > available:
-        blocks = candidate.spec.min_blocks
+    blocks = candidate.spec.min_blocks
+    if device_bytes(needed, blocks) > available:
         return f"{blocks} blocks of {needed} bytes of shared memory do not fit on a multiprocessor"
     return None
 
@@ -535,6 +617,9 @@ def _num_sms_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) ->
 def _tiles_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     batch = 1 if problem.is_packed else problem.batch
     tiles = candidate.spec.m_blocks(problem) * problem.heads_q * batch
+    if candidate.spec.kernel == "backward":  # its workspace has a row for every query
+        rows = tiles * candidate.spec.block_m
+        return None if rows <= MAX_TILES else f"{rows} rows exceed the workspace's {MAX_TILES}"
     return None if tiles <= MAX_TILES else f"{tiles} tiles exceed the grid's {MAX_TILES}"
 
 
@@ -558,10 +643,12 @@ TILE_RULES = (
 )
 
 
-def _judge(problem: Problem, device: DeviceInfo) -> Iterator[tuple[str, KernelSpec, str | None]]:
+def _judge(
+    problem: Problem, device: DeviceInfo, kernel: str
+) -> Iterator[tuple[str, KernelSpec, str | None]]:
     """(label, candidate, first broken rule) in order; one entry for a family ruled out whole."""
     for family, group in itertools.groupby(
-        candidates(problem, device), key=lambda candidate: candidate.family
+        candidates(problem, device, kernel), key=lambda candidate: candidate.family
     ):
         members = list(group)
         reason = _first_broken(FAMILY_RULES, problem, device, members[0])
@@ -583,10 +670,11 @@ def _first_broken(
     return None
 
 
-def _unsupported_message(problem: Problem, device: DeviceInfo) -> str:
+def _unsupported_message(problem: Problem, device: DeviceInfo, kernel: str) -> str:
     return (
-        f"no kernel serves {describe_problem(problem)} on {describe_device(device)}. Supported on "
-        f"GPUs: float16 and bfloat16, head_dim a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, "
-        "16-byte aligned addresses and strides. Candidates, each with the first condition that "
+        f"no kernel serves {describe_problem(problem, kernel=kernel)} on "
+        f"{describe_device(device)}. Supported on GPUs: float16 and bfloat16, head_dim a multiple "
+        f"of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, 16-byte aligned addresses and strides. "
+        "Candidates, each with the first condition that "
         "ruled it out:"
     )

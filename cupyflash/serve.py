@@ -323,34 +323,43 @@ def run_on_host(call: Call) -> Any:
 
     options, adapter, problem = call.options, call.adapter, call.problem
     inputs = [_in_bshd(call.arrays[name], options.layout) for name in ("q", "k", "v")]
-    batch = len(_integers(call, "cu_seqlens_q")) - 1 if call.packed else problem.batch
-    lengths = {name: _lengths(call, name, batch) for name in ("seqused_q", "seqused_kv")}
+    starts, common = host_arguments(call)
     out = call.arrays.get("out")
     if out is None:
-        padded = call.packed or any(used is not None for used in lengths.values())
+        padded = call.packed or any(common[name] is not None for name in _USED)
         shape = (*call.arrays["q"].shape[:-1], problem.head_dim_v)
         out = (numpy.zeros if padded else numpy.empty)(shape, inputs[0].dtype)
-    common: dict[str, Any] = {
-        "left": problem.mask.left,
-        "right": problem.mask.right,
-        "softmax_scale": problem.softmax_scale,
-        "softcap": call.softcap,
-        "want_lse": problem.want_lse,
-        "out": _in_bshd(out, options.layout),
-        **lengths,
-    }
+    common.update(want_lse=problem.want_lse, out=_in_bshd(out, options.layout))
+    function = host.attention_varlen if call.packed else host.attention
+    _, lse = function(*inputs, *starts, **common)
+    result = adapter.give(out) if options.out is None else options.out
+    return (result, adapter.give(lse)) if problem.want_lse else result
+
+
+_USED = ("seqused_q", "seqused_kv")
+
+
+def host_arguments(call: Call) -> tuple[tuple[numpy.ndarray, ...], dict[str, Any]]:
+    """What the functions of ``host`` take beside arrays: (cu_seqlens_q, cu_seqlens_kv) of packed
+    sequences, and mask, scale and lengths by name."""
+    problem = call.problem
+    starts: tuple[numpy.ndarray, ...] = _both_starts(call) if call.packed else ()
+    batch = len(starts[0]) - 1 if call.packed else problem.batch
+    lengths = {name: _lengths(call, name, batch) for name in _USED}
     if call.packed:
-        starts_q, starts_kv = _both_starts(call)
-        shift = _shift(call, numpy.diff(starts_q), numpy.diff(starts_kv), lengths)
-        q, k, v = inputs
-        _, lse = host.attention_varlen(q, k, v, starts_q, starts_kv, shift=shift, **common)
+        seqlens_q, seqlens_kv = (numpy.diff(start) for start in starts)
     else:
         seqlens_q = numpy.full(batch, problem.seqlen_q)
         seqlens_kv = numpy.full(batch, problem.seqlen_kv)
-        shift = _shift(call, seqlens_q, seqlens_kv, lengths)
-        _, lse = host.attention(*inputs, shift=shift, **common)
-    result = adapter.give(out) if options.out is None else options.out
-    return (result, adapter.give(lse)) if problem.want_lse else result
+    options: dict[str, Any] = {
+        "left": problem.mask.left,
+        "right": problem.mask.right,
+        "shift": _shift(call, seqlens_q, seqlens_kv, lengths),
+        "softmax_scale": problem.softmax_scale,
+        "softcap": call.softcap,
+        **lengths,
+    }
+    return starts, options
 
 
 def describe_on_host(call: Call) -> str:

@@ -71,6 +71,34 @@ class Tile:
     max_seqlen: int | None = None
 
 
+DQ_ORDER = ("DqUnitRows", "DqUnitColumns", "DqTransposed", "DqVector")
+"""Options of every backward tile that say how it leaves the sums of dq (``DqOrder`` of
+``kernels_cu/attn/query_slots.cuh``)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """The backward kernels of a family, ``kernels_cu/<family>/backward.cuh``.
+
+    Attributes:
+        options: parameters of its Config beyond the common ones; those of ``DQ_ORDER`` first.
+        tiles: rows in order of preference; ``block_m`` queries and ``block_n`` keys, ``stages`` of
+            the rings of queries and of output gradients.
+        shared_bytes: dynamic shared memory of a tile, ``BackwardLayout<Config>::kBytes``.
+    """
+
+    options: tuple[Option, ...]
+    tiles: tuple[Tile, ...]
+    shared_bytes: Callable[[Tile], int]
+
+    def option_values(self, tile: Tile) -> tuple[tuple[str, int], ...]:
+        """All parameters for a row, defaults filled in, in order."""
+        given = dict(tile.options)
+        return tuple(
+            (option.name, given.get(option.name, option.default)) for option in self.options
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class Family:
     """A kernel family: the code in ``kernels_cu/<name>/`` and the tiles it is built in.
@@ -88,6 +116,7 @@ class Family:
         claims_tiles: whether blocks of its persistent kernels can claim tiles from a counter.
         sets_registers: whether the kernel moves registers between its warps (setmaxnreg), which
             hangs unless ptxas gave it exactly what its launch bounds allow.
+        backward: its backward kernels.
     """
 
     name: str
@@ -99,14 +128,12 @@ class Family:
     general: bool = False
     claims_tiles: bool = False
     sets_registers: bool = False
+    backward: Backward | None = None
 
     def device_bytes(self, tile: Tile) -> int:
-        """Shared memory of a block that a device must offer for a row.
-
-        An SM holds 1 KB more than a block may use and spends 1 KB on each of its blocks, so
-        ``min_blocks`` blocks fit where one block might use this much.
-        """
-        return tile.min_blocks * (self.shared_bytes(tile) + KIB) - KIB
+        """Shared memory of a block that a device must offer for a row:
+        ``device_bytes`` of the kernels of the forward."""
+        return device_bytes(self.shared_bytes(tile), tile.min_blocks)
 
     def option(self, tile: Tile, name: str) -> int:
         """The value of one of the family's parameters for a row."""
@@ -124,6 +151,12 @@ ELEMENT_BYTES = 2  # bf16 and fp16
 FLOAT_BYTES = 4
 BARRIER_BYTES = 8
 KIB = 1024
+
+
+def device_bytes(shared_bytes: int, blocks: int) -> int:
+    """Shared memory of a block that a device must offer so that an SM holds ``blocks`` blocks of
+    ``shared_bytes``: an SM holds 1 KB more than a block may use and spends 1 KB on each block."""
+    return blocks * (shared_bytes + KIB) - KIB
 
 
 def _tile_bytes(rows: int, width: int) -> int:
@@ -164,6 +197,77 @@ def _sm80(
     )
 
 
+def _sm80_backward_bytes(tile: Tile) -> int:
+    """K, V, the stages of Q with rows of lse and those of dO with rows of delta, P and dS."""
+    dout_stages = dict(_SM80_BACKWARD.option_values(tile))["DoutStages"]
+    return (
+        _tile_bytes(tile.block_n, tile.head_dim_qk + tile.head_dim_v)
+        + tile.stages * _tile_bytes(tile.block_m, tile.head_dim_qk)
+        + dout_stages * _tile_bytes(tile.block_m, tile.head_dim_v)
+        + 2 * _tile_bytes(tile.block_m, tile.block_n)
+        + FLOAT_BYTES * (tile.stages + dout_stages) * tile.block_m
+    )
+
+
+def _sm80_backward(
+    qk_width: int,
+    v_width: int,
+    m: int,
+    n: int,
+    stages: tuple[int, int],
+    warps: tuple[int, int, int, int],
+    date: str,
+    reason: str,
+    masks: tuple[str, ...] = MASKS,
+    **options: int,
+) -> Tile:
+    """``stages`` of Q and of dO; ``warps`` in all, then along the queries of the scores, the keys
+    of dk and dv and the queries of dq."""
+    names = ("ScoreWarps", "GradWarps", "SumWarps")
+    given = (("DoutStages", stages[1]), *zip(names, warps[1:]), *options.items())
+    return Tile(
+        *(qk_width, v_width, m, n, stages[0], 32 * warps[0], reason, date),
+        options=given,
+        masks=masks,
+    )
+
+
+# fmt: off
+_SM80_BACKWARD = Backward(
+    options=(
+        Option("DqUnitRows", 16),
+        Option("DqUnitColumns", 16),
+        Option("DqTransposed", 0),
+        Option("DqVector", 1),
+        Option("DoutStages", 2, "dout"),
+        Option("ScoreWarps", 2),
+        Option("GradWarps", 4),
+        Option("SumWarps", 2),
+    ),
+    shared_bytes=_sm80_backward_bytes,
+    tiles=(
+        # The largest tile whose dk, dv, S and dP fit into registers, then what fits into the shared
+        # memory of devices that have less: 227 KB (9.0, 10.x), 163 KB (8.0) or 99 KB. No row
+        # spills for any target that it serves; larger ones did.
+        #            widths      m    n  stages  warps         date          reason
+        _sm80_backward( 64,  64, 128, 128, (2, 2), (8, 4, 4, 4), "2026-12-07", "162 KB; not timed",
+                       ("none",)),
+        _sm80_backward( 64,  64,  64, 128, (2, 2), (8, 2, 4, 2), "2026-12-05", "97 KB; not timed"),
+        _sm80_backward( 96,  96,  64, 128, (2, 2), (8, 2, 4, 4), "2026-12-05", "129 KB; not timed"),
+        _sm80_backward( 96,  96,  64,  64, (2, 2), (8, 2, 4, 4), "2026-12-05", "89 KB; not timed"),
+        _sm80_backward(128, 128,  64,  64, (2, 2), (8, 2, 2, 2), "2026-12-07", "113 KB; not timed"),
+        _sm80_backward(128, 128,  64,  64, (2, 1), (8, 2, 2, 2), "2026-12-05", "97 KB; not timed"),
+        _sm80_backward(192, 128,  64,  64, (2, 2), (8, 2, 2, 2), "2026-12-05", "137 KB; not timed"),
+        _sm80_backward(192, 128,  64,  64, (1, 1), (8, 2, 2, 2), "2026-12-05", "97 KB; not timed"),
+        _sm80_backward(192, 192,  64,  64, (2, 1), (8, 2, 2, 2), "2026-12-07", "137 KB; not timed"),
+        _sm80_backward(192, 192,  32,  64, (2, 1), (8, 2, 2, 2), "2026-12-05", "92 KB; not timed"),
+        _sm80_backward(256, 256,  32,  64, (1, 2), (8, 2, 2, 2), "2026-12-07", "121 KB; not timed"),
+        _sm80_backward(256, 256,  32,  32, (1, 1), (4, 2, 1, 1), "2026-12-07", "68 KB; not timed"),
+    ),
+)
+# fmt: on
+
+
 # fmt: off
 SM80 = Family(
     name="sm80",
@@ -174,6 +278,7 @@ SM80 = Family(
     ),
     shared_bytes=_sm80_shared_bytes,
     general=True,
+    backward=_SM80_BACKWARD,
     tiles=(
         # Figures: bf16, TFLOP/s at 16k tokens, full / causal, this code on an H200 (FA2: PyTorch,
         # same run). Two blocks of 4 warps an SM beat one of 8, and then one stage is enough.
@@ -269,6 +374,63 @@ _HEADS: dict[str, Any] = {"cluster": 2, "masks": ("causal",), "PairHeads": 1}
 _OWN_OUTPUT: dict[str, Any] = {"OutBuffer": 1, "QStages": 2}
 """An output tile and a second Q stage of their own: tiles of one CTA overlap."""
 
+
+def _sm90_backward_bytes(tile: Tile) -> int:
+    """K, V, the rings of Q and dO with their rows of lse and delta, two tiles of dS, one of dQ in
+    float32, two descriptions of tiles; then barriers: three for K and V, four a stage, four for the
+    parts of dQ, four for tiles."""
+    widths = tile.head_dim_qk + tile.head_dim_v
+    return (
+        _tile_bytes(tile.block_n + tile.stages * tile.block_m, widths)
+        + 2 * _tile_bytes(tile.block_m, tile.block_n)
+        + FLOAT_BYTES * tile.block_m * tile.head_dim_qk
+        + 2 * FLOAT_BYTES * tile.stages * tile.block_m
+        + 2 * 64
+        + BARRIER_BYTES * (3 + 4 * tile.stages + 4 + 4)
+    )
+
+
+def _sm90_backward(
+    width: int,
+    m: int,
+    dq_unit: tuple[int, int],
+    date: str,
+    reason: str,
+    masks: tuple[str, ...] = MASKS,
+    **options: int,
+) -> Tile:
+    """Two consumer warpgroups of 64 keys each, and the producer's."""
+    order = (("DqUnitRows", dq_unit[0]), ("DqUnitColumns", dq_unit[1]), ("DqVector", 4))
+    return Tile(
+        *(width, width, m, 128, 2, 384, reason, date),
+        scheduler="persistent",
+        options=(*order, *options.items()),
+        masks=masks,
+    )
+
+
+# fmt: off
+_SM90_BACKWARD = Backward(
+    options=(
+        Option("DqUnitRows", 64),
+        Option("DqUnitColumns", 64),
+        Option("DqTransposed", 0),
+        Option("DqVector", 4),
+    ),
+    shared_bytes=_sm90_backward_bytes,
+    tiles=(
+        # 80 queries where their products fit into registers: probes of the bare loop ran 3 % faster
+        # than with 64 on an H200 (bf16, 2026-11-29).
+        _sm90_backward( 64, 128, (64, 64), "2026-12-05", "160 KB; not timed"),
+        _sm90_backward( 96,  64, (64, 32), "2026-12-05", "150 KB; not timed"),
+        _sm90_backward(128,  80, (64, 80), "2026-12-05", "226 KB; not timed", ("none",),
+                       DqTransposed=1),
+        _sm90_backward(128,  64, (64, 64), "2026-12-05", "193 KB; not timed"),
+    ),
+)
+# fmt: on
+
+
 # fmt: off
 SM90 = Family(
     name="sm90",
@@ -286,6 +448,7 @@ SM90 = Family(
     general=True,
     claims_tiles=True,
     sets_registers=True,
+    backward=_SM90_BACKWARD,
     tiles=(
         # Figures: bf16, TFLOP/s at 16k, 4k, 1k tokens, one sustained run on an H200. Pairs of
         # blocks on neighbouring queries gain where both visit the same keys; under a mask they wait
@@ -368,5 +531,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (SM100, SM90, S
 MERGE_DTYPES = (DType.bfloat16, DType.float16, DType.float32)
 """Element types of parts that ``merge`` takes on a GPU."""
 MERGE_THREADS = 256
+BACKWARD_DELTA_THREADS = 256
+BACKWARD_CONVERT_THREADS = 256
 MERGE_BLOCKS = 4
 """Threads of a block of the merge, and blocks an SM: 32 warps, 64 registers a thread; not timed."""

@@ -180,6 +180,30 @@ class Case:
         """Hold a result [batch, seqlen_q, heads_q, head_dim_v] against the reference."""
         return self.expected.compare(out, lse)
 
+    @cached_property
+    def gradients(self) -> tuple[Placed, NDArray]:
+        """Gradients of a loss with respect to out and lse, for the backward pass; normal."""
+        rng = np.random.default_rng(zlib.crc32(f"{self.name} backward".encode()))
+        dlse = 0.1 * rng.standard_normal(self.expected.lse.shape)
+        return self.place(rng.standard_normal(self.out_shape)), dlse.astype(self.row_dtype)
+
+    @property
+    def row_dtype(self) -> type:
+        """Of lse and dlse."""
+        return np.float64 if self.dtype == "float64" else np.float32
+
+    @cached_property
+    def forward_results(self) -> tuple[Placed, NDArray]:
+        """out and lse as a right forward gives them."""
+        return self.place(self.expected.out), self.expected.lse.astype(self.row_dtype)
+
+    @cached_property
+    def expected_grads(self) -> reference.GradExpectation:
+        """What any path must give for the inputs and ``gradients``."""
+        dout, dlse = self.gradients
+        q, k, v = (x.bshd for x in self.inputs)
+        return reference.expect_backward(dout.bshd, q, k, v, dlse=dlse, **self.bounds)
+
 
 def _fill(
     data: str, rng: np.random.Generator, q: NDArray, k: NDArray, v: NDArray
@@ -547,21 +571,63 @@ class GeneralCase:
     def nan_output(self) -> NDArray:
         return self._rows(self.lens_q, self.heads_q, self.value_dim, np.nan)
 
-    @cached_property
-    def _expected(self) -> tuple[reference.Expectation, ...]:
+    def _inputs_of(self, b: int) -> tuple[tuple[NDArray, NDArray, NDArray], dict[str, Any]]:
+        """q, k and v of a sequence as a batch of one, and its mask in the reference's terms."""
         left, right = self.window or (None, None)
         if self.causal:
             right = 0 if right is None else min(right, 0)
+        q, k, v = (self.sequence(x, which, b)[None] for x, which in zip(self.inputs, (0, 1, 1)))
+        shift = k.shape[1] - q.shape[1] if self.align == "bottom_right" else 0
+        for offset, sign in ((self.q_offset, 1), (self.kv_offset, -1)):
+            if offset is not None:
+                shift += sign * (offset if isinstance(offset, int) else offset[b])
+        bounds = {"left": left, "right": right, "shift": shift, "softcap": self.softcap}
+        return (q, k, v), bounds
+
+    @cached_property
+    def _expected(self) -> tuple[reference.Expectation, ...]:
         found = []
         for b in range(self.batch):
-            q, k, v = (self.sequence(x, which, b)[None] for x, which in zip(self.inputs, (0, 1, 1)))
-            shift = k.shape[1] - q.shape[1] if self.align == "bottom_right" else 0
-            for offset, sign in ((self.q_offset, 1), (self.kv_offset, -1)):
-                if offset is not None:
-                    shift += sign * (offset if isinstance(offset, int) else offset[b])
-            bounds = {"left": left, "right": right, "shift": shift, "softcap": self.softcap}
-            found.append(reference.expect(q, k, v, **bounds))
+            inputs, bounds = self._inputs_of(b)
+            found.append(reference.expect(*inputs, **bounds))
         return tuple(found)
+
+    @cached_property
+    def forward_results(self) -> tuple[NDArray, NDArray]:
+        """out, NaN in rows of no sequence, and lse, as a right forward gives them."""
+        out = self.nan_output()
+        by_row = np.full(out.shape[:-1], -np.inf, np.float32)
+        for b, expected in enumerate(self._expected):
+            self.sequence(out, 0, b)[...] = expected.out[0].astype(out.dtype)
+            self.sequence(by_row, 0, b)[...] = expected.lse[0].T
+        return out, np.ascontiguousarray(np.moveaxis(by_row, -1, -2))
+
+    @cached_property
+    def dout(self) -> NDArray:
+        """Gradient of a loss with respect to out; NaN in rows of no sequence."""
+        rng = np.random.default_rng(zlib.crc32(f"{self.name} backward".encode()))
+        dout = self.nan_output()
+        for b in range(self.batch):
+            rows = self.sequence(dout, 0, b)
+            rows[...] = rng.standard_normal(rows.shape)
+        return dout
+
+    def grads_problem(self, grads: tuple[NDArray, NDArray, NDArray]) -> str | None:
+        """What is wrong with dq, dk and dv, whose rows of no sequence must be 0, or None."""
+        rest = [grad.astype(np.float32) for grad in grads]
+        for b in range(self.batch):
+            inputs, bounds = self._inputs_of(b)
+            dout = self.sequence(self.dout, 0, b)[None]
+            expected = reference.expect_backward(dout, *inputs, **bounds)
+            own = [self.sequence(x, which, b) for x, which in zip(grads, (0, 1, 1))]
+            comparison = expected.compare(*(x[None] for x in own))
+            if not comparison.ok:
+                return f"sequence {b}: {comparison.problem}"
+            for x, which in zip(rest, (0, 1, 1)):
+                self.sequence(x, which, b)[...] = 0
+        if any((x != 0).any() for x in rest):
+            return "gradients of rows of no sequence are not 0"
+        return None
 
     def problem_with(self, out: NDArray, lse: NDArray, cleared: bool) -> str | None:
         """What is wrong with a result, or None.

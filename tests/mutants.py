@@ -1,7 +1,8 @@
 """Mutants: kernels with one barrier or wait taken out, which the emulator must catch.
 
-A family's ``forward.cuh`` numbers its mutants from 1 and leaves the wait out where
-``ptx::kMutant`` is that number; ``kForwardMutants`` counts them, ``enum ForwardMutant`` names them.
+A family's ``forward.cuh`` and ``backward.cuh`` number their mutants from 1 and leave the wait out
+where ``ptx::kMutant`` is that number; ``kForwardMutants`` counts them, ``enum ForwardMutant`` names
+them (``kBackwardMutants``, ``enum BackwardMutant``).
 """
 
 from __future__ import annotations
@@ -34,6 +35,20 @@ CASES = tuple(
         "causal_long_ring_wraps",
     )
 )
+# The backward's rings are those of queries; tiles of few queries let the writer of dq fall behind;
+# the widest head has one slot for some rings.
+BACKWARD_CASES = tuple(
+    next(case for case in cases.tagged(cases.EMULATED) if case.name == name)
+    for name in (
+        "ring_wraps",
+        "causal_pairs_ring_wrap",
+        "many_tiles_of_one_block",
+        "f16_d128_causal",
+        "causal_long_ring_wraps",
+        "f16_d256_ring_wraps",
+        "d192_causal",
+    )
+)
 NUM_SMS = 1
 RUNS = (
     {"schedule": "late"},
@@ -43,6 +58,12 @@ RUNS = (
     {"schedule": "random", "seed": 2, "race": True},
     {"schedule": "random", "seed": 3},
 )
+# Turns matter where several CTAs add to the same rows; and order them all.
+BACKWARD_RUNS = (
+    {"schedule": "late", "num_sms": 3, "window": 3, "race": "global", "deterministic": True},
+    {"schedule": "random", "seed": 1, "num_sms": 3, "window": 3, "race": "global",
+     "deterministic": True},
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,29 +73,38 @@ class Mutant:
     family: str
     number: int
     name: str
+    kernel: str = "forward"
 
     def __str__(self) -> str:
-        return f"{self.family}-{self.number}{'-' + self.name if self.name else ''}"
+        kernel = "" if self.kernel == "forward" else f"-{self.kernel}"
+        return f"{self.family}{kernel}-{self.number}{'-' + self.name if self.name else ''}"
 
 
-def of_family(family: str) -> tuple[Mutant, ...]:
-    """The mutants that a family's forward declares."""
-    header = source.include_root() / family / "forward.cuh"
+def of_family(family: str, kernel: str = "forward") -> tuple[Mutant, ...]:
+    """The mutants that a family's kernel declares."""
+    header = source.include_root() / family / f"{kernel}.cuh"
+    if not header.is_file():
+        return ()
     text = re.sub(r"//[^\n]*", "", header.read_text())
-    enum = re.search(r"enum ForwardMutant[^{]*\{(.*?)\}", text, re.S)
+    enum = re.search(rf"enum {kernel.title()}Mutant[^{{]*\{{(.*?)\}}", text, re.S)
     if enum is not None:
         names = re.findall(r"\bk(\w+)", enum.group(1))
         names = [name for name in names if name != "MutantEnd"]
     else:
-        count = re.search(r"kForwardMutants = (\d+)", text)
+        count = re.search(rf"k{kernel.title()}Mutants = (\d+)", text)
         names = [""] * int(count.group(1)) if count else []
-    return tuple(Mutant(family, number, name) for number, name in enumerate(names, 1))
+    return tuple(Mutant(family, number, name, kernel) for number, name in enumerate(names, 1))
 
 
-ALL = tuple(mutant for family in TARGETS for mutant in of_family(family))
+ALL = tuple(
+    mutant
+    for family in TARGETS
+    for kernel in ("forward", "backward")
+    for mutant in of_family(family, kernel)
+)
 
 
-def chosen(target: str, case: Case) -> select.KernelSpec:
+def chosen(target: str, case: Case, kernel: str = "forward") -> select.KernelSpec:
     """The kernel that serves a case on an emulated device."""
     from cupyflash import emulate
     from cupyflash.problem import Mask, Problem
@@ -93,7 +123,7 @@ def chosen(target: str, case: Case) -> select.KernelSpec:
         mask=Mask(bounds["left"], bounds["right"], case.align),
         want_lse=True,
     )
-    return select.select(problem, emulate.device(target).info).spec
+    return select.select(problem, emulate.device(target).info, kernel).spec
 
 
 def catch(mutant: Mutant) -> str | None:
@@ -102,8 +132,9 @@ def catch(mutant: Mutant) -> str | None:
     Returns:
         Which run caught it and how, or None.
     """
-    for case in CASES:
-        for options in RUNS:
+    backward = mutant.kernel == "backward"
+    for case in BACKWARD_CASES if backward else CASES:
+        for options in (*RUNS, *BACKWARD_RUNS) if backward else RUNS:
             found = _fault(mutant, case, {"num_sms": NUM_SMS, **options})
             if found is not None:
                 how = ", ".join(f"{key} {value}" for key, value in options.items())
@@ -114,10 +145,14 @@ def catch(mutant: Mutant) -> str | None:
 def _fault(mutant: Mutant, case: Case, options: dict[str, Any]) -> str | None:
     from cupyflash.errors import EmulationError
 
-    if chosen(TARGETS[mutant.family], case).family != mutant.family:
+    if chosen(TARGETS[mutant.family], case, mutant.kernel).family != mutant.family:
         return None  # another family serves this case there
+    deterministic = options.pop("deterministic", False)
     path = paths.EmulatedPath(TARGETS[mutant.family], {"mutant": mutant.number, **options})
     try:
+        if mutant.kernel == "backward":
+            grads = paths.run_backward(path, case, deterministic=deterministic)
+            return case.expected_grads.compare(*grads).problem
         out, lse = paths.run(path, case)
     except EmulationError as error:
         return str(error).splitlines()[0]

@@ -128,6 +128,54 @@ def run(path: Path, case: Case, **more: Any) -> tuple[NDArray, NDArray]:
     return values, path.numpy(lse)
 
 
+def run_backward(path: Path, case: Case, **more: Any) -> tuple[NDArray, NDArray, NDArray]:
+    """The public backward call for a case, into arrays full of NaN with more NaN around them.
+
+    Returns:
+        dq, dk and dv, [batch, seqlen, heads, head_dim] each.
+    """
+    import cupyflash
+
+    dout, dlse = case.gradients
+    out, lse = case.forward_results
+    written = [case.place(np.full(x.bshd.shape, np.nan)) for x in case.inputs]
+    own = [path.place(x) for x in written]
+    grads = cupyflash.attention_backward(
+        path.place(dout),
+        *(path.place(x) for x in case.inputs),
+        path.place(out),
+        path.array(lse),
+        dlse=path.array(dlse),
+        **dict(zip(("dq", "dk", "dv"), own)),
+        **case.options,
+        **more,
+    )
+    assert all(grad is x for grad, x in zip(grads, own)), "the caller's arrays are what comes back"
+    values = [path.numpy(grad) for grad in grads]
+    if case.layout == "bhsd":
+        values = [x.transpose(0, 2, 1, 3) for x in values]
+    dq, dk, dv = values
+    return dq, dk, dv
+
+
+def run_general_backward(
+    path: Path, case: GeneralCase, **more: Any
+) -> tuple[NDArray, NDArray, NDArray]:
+    """The public call of the backward pass for a general case, into arrays allocated by it."""
+    import cupyflash
+
+    out, lse = case.forward_results
+    options = {name: path.array(x) for name, x in case.lengths.items()}
+    grads = cupyflash.attention_backward(
+        *(path.array(x) for x in (case.dout, *case.inputs, out, lse)),
+        **options,
+        **case.options,
+        **more,
+    )
+    dq, dk, dv = (path.numpy(grad) for grad in grads)
+    return dq, dk, dv
+
+
 def run_general(
     path: Path, case: GeneralCase, given_output: bool, **more: Any
 ) -> tuple[NDArray, NDArray]:

@@ -19,6 +19,7 @@
 // time: the same code with one element in place of a vector.
 #pragma once
 #include "any/params.cuh"
+#include "any/pieces.cuh"
 #include "ptx/ptx.cuh"
 
 namespace cf::any {
@@ -52,85 +53,34 @@ CF_DEVICE float widen(uint32_t bits) {
   }
 }
 
-// Neighbouring elements of a row, in registers: 16 bytes, or one element. A single 16-bit element
-// is read and written by plain C++: of that the emulator sees only what hits a guard page.
-template <class Element, bool kVectors>
-struct Piece {
-  static constexpr int kElementBytes = static_cast<int>(sizeof(Element));
-  static constexpr int kCount = kVectors ? 16 / kElementBytes : 1;
-  static constexpr int kWords = kVectors ? 4 : 1;
-  static constexpr bool kHalves = kElementBytes == 2;
-  uint32_t words[kWords];
-
-  CF_DEVICE void clear() {
+// sums += weight * piece, in units of 1 / kUnit
+template <bool kFinite, class Element, bool kVectors, int kCount>
+CF_DEVICE void add_elements(float (&sums)[kCount], const Piece<Element, kVectors>& piece,
+                            float weight) {
+  constexpr bool kHalves = Piece<Element, kVectors>::kHalves;
+  CF_UNROLL
+  for (int i = 0; i < kCount; ++i) {
+    const bool lower = kHalves && i % 2 == 0;
+    const uint32_t word = piece.words[kHalves ? i / 2 : i];
+    sums[i] = ptx::fma(weight, widen<Element, kFinite>(lower ? word << 16 : word), sums[i]);
+  }
+}
+template <class Element, bool kVectors, int kCount>
+CF_DEVICE void add_weighted(float (&sums)[kCount], const Piece<Element, kVectors>& piece,
+                            float weight) {
+  bool finite = true;
+  if constexpr (is_same<Element, f16_t>) {
+    uint32_t carries = 0;  // out of the exponents
     CF_UNROLL
-    for (int i = 0; i < kWords; ++i) words[i] = 0;
+    for (int i = 0; i < piece.kWords; ++i) carries |= (piece.words[i] & 0x7c007c00u) + 0x04000400u;
+    finite = (carries & 0x80008000u) == 0;
   }
-
-  CF_DEVICE void load(const Element* gmem) {
-    if constexpr (kVectors) {
-      const u32x4 v = ptx::ldg128(gmem);
-      words[0] = v.x;
-      words[1] = v.y;
-      words[2] = v.z;
-      words[3] = v.w;
-    } else if constexpr (kHalves) {
-      words[0] = gmem->bits;
-    } else {
-      words[0] = ptx::ldg32(gmem);
-    }
+  if (finite) {
+    add_elements<true>(sums, piece, weight);
+  } else {
+    add_elements<false>(sums, piece, weight);
   }
-
-  CF_DEVICE void store(Element* gmem) const {
-    if constexpr (kVectors) {
-      ptx::stg128(gmem, {words[0], words[1], words[2], words[3]});
-    } else if constexpr (kHalves) {
-      gmem->bits = static_cast<uint16_t>(words[0]);
-    } else {
-      ptx::stg32(gmem, words[0]);
-    }
-  }
-
-  // sums += weight * this, in units of 1 / kUnit
-  CF_DEVICE void add_to(float (&sums)[kCount], float weight) const {
-    bool finite = true;
-    if constexpr (is_same<Element, f16_t>) {
-      uint32_t carries = 0;  // out of the exponents
-      CF_UNROLL
-      for (int i = 0; i < kWords; ++i) carries |= (words[i] & 0x7c007c00u) + 0x04000400u;
-      finite = (carries & 0x80008000u) == 0;
-    }
-    if (finite) {
-      add_elements<true>(sums, weight);
-    } else {
-      add_elements<false>(sums, weight);
-    }
-  }
-
-  CF_DEVICE void round(const float (&sums)[kCount]) {
-    CF_UNROLL
-    for (int i = 0; i < kWords; ++i) {
-      if constexpr (!kHalves) {
-        words[i] = ptx::float_bits(sums[i]);
-      } else if constexpr (kVectors) {
-        words[i] = ptx::pack2<Element>(sums[2 * i], sums[2 * i + 1]);
-      } else {
-        words[i] = ptx::pack2<Element>(sums[i], 0.0f);
-      }
-    }
-  }
-
- private:
-  template <bool kFinite>
-  CF_DEVICE void add_elements(float (&sums)[kCount], float weight) const {
-    CF_UNROLL
-    for (int i = 0; i < kCount; ++i) {
-      const bool lower = kHalves && i % 2 == 0;
-      const uint32_t word = words[kHalves ? i / 2 : i];
-      sums[i] = ptx::fma(weight, widen<Element, kFinite>(lower ? word << 16 : word), sums[i]);
-    }
-  }
-};
+}
 
 // Where in the arrays a row lies. Never negative, and unsigned, which saves half of a product with
 // a 64-bit stride.
@@ -155,26 +105,6 @@ struct Row {
   CF_DEVICE int64_t in_lse(const Part& part) const {
     return batch * part.lse_stride_batch + head * part.lse_stride_head +
            position * part.lse_stride_seqlen;
-  }
-};
-
-// The lanes that share a row.
-struct Lanes {
-  int log2;
-  CF_DEVICE int count() const { return 1 << log2; }
-  CF_DEVICE int rank() const { return ptx::lane() & (count() - 1); }  // of this lane
-  CF_DEVICE int row() const { return ptx::lane() >> log2; }           // of the warp's
-  CF_DEVICE int first() const { return row() << log2; }
-
-  CF_DEVICE float max(float x) const {
-    CF_NO_UNROLL
-    for (int step = 1; step < count(); step <<= 1) x = ptx::fmax(x, ptx::shfl_xor(x, step));
-    return x;
-  }
-  CF_DEVICE float sum(float x) const {
-    CF_NO_UNROLL
-    for (int step = 1; step < count(); step <<= 1) x += ptx::shfl_xor(x, step);
-    return x;
   }
 };
 
@@ -258,7 +188,7 @@ CF_DEVICE void merge_row(const MergeParams& params, const Lanes& lanes, int row_
       }
       CF_UNROLL
       for (int i = 0; i < kAhead; ++i) {
-        if (first + i < params.num_parts) pieces[i].add_to(sums, weight[i]);
+        if (first + i < params.num_parts) add_weighted(sums, pieces[i], weight[i]);
       }
     }
     if (inside && write) {

@@ -44,8 +44,11 @@ CF_DEVICE WorkTile decode_tile(const ForwardParams& params, int tile, int heads)
 }
 
 // The first query block of packed sequence `batch`, of `rows` queries each.
+CF_DEVICE int first_slot(const int32_t* starts, int total, int batch, int rows) {
+  return clamp(read_or(starts, batch, 0), 0, total) / rows + batch;
+}
 CF_DEVICE int first_slot(const ForwardParams& params, int batch, int rows) {
-  return clamp(read_or(params.cu_seqlens_q, batch, 0), 0, params.rows_q) / rows + batch;
+  return first_slot(params.cu_seqlens_q, params.rows_q, batch, rows);
 }
 
 // Tile `tile` of packed sequences, of `rows` queries.

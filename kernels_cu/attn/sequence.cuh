@@ -13,8 +13,9 @@
 
 namespace cf {
 
+template <class Params>
 struct FixedSequence {
-  const ForwardParams& params;
+  const Params& params;
   int batch;
 
   CF_DEVICE int q_begin() const { return 0; }
@@ -45,7 +46,8 @@ struct DeviceSequence {
   CF_DEVICE int left() const { return diagonal_left; }
   CF_DEVICE int right() const { return diagonal_right; }
 
-  CF_DEVICE DeviceSequence(const ForwardParams& params, int batch) : batch(batch) {
+  template <class Params>
+  CF_DEVICE DeviceSequence(const Params& params, int batch) : batch(batch) {
     span(params.cu_seqlens_q, params.seqused_q, params.rows_q, q_start, used_q);
     span(params.cu_seqlens_kv, params.seqused_kv, params.rows_kv, kv_start, used_kv);
     int64_t shift = params.bottom_right != 0 ? used_kv - used_q : 0;
@@ -67,12 +69,12 @@ struct DeviceSequence {
   }
 };
 
-template <bool kGeneral>
+template <bool kGeneral, class Params = ForwardParams>
 struct SequenceOf {
-  using Type = FixedSequence;
+  using Type = FixedSequence<Params>;
 };
-template <>
-struct SequenceOf<true> {
+template <class Params>
+struct SequenceOf<true, Params> {
   using Type = DeviceSequence;
 };
 

@@ -27,8 +27,8 @@ CF_DEVICE float capped(float x, float softcap) {
 // In place, before the mask, if scores are capped at all. In pieces, each behind a test of its own
 // that the compiler cannot know to be the same for all pieces and blocks: it would make two loops
 // of one, or work on all scores at once, and spill (up to 736 bytes, NVRTC 13.5).
-template <int kCount>
-CF_DEVICE void cap_scores(const ForwardParams& params, float (&s)[kCount]) {
+template <class Params, int kCount>
+CF_DEVICE void cap_scores(const Params& params, float (&s)[kCount]) {
   constexpr int kPiece = 16;
   const float slope = params.softcap_slope;
   CF_UNROLL

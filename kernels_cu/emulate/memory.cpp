@@ -143,6 +143,12 @@ uint32_t global_atomic(Atomic operation, void* address, uint32_t value, Where wh
   return old;
 }
 
+// What the thread knows passes to whoever reads the value with acquire.
+uint32_t global_atomic_release(Atomic operation, void* address, uint32_t value, Where where) {
+  release_at(enter("release atomic", where), address);
+  return global_atomic(operation, address, value, where);
+}
+
 uint32_t shared_atomic(Atomic operation, saddr address, uint32_t value, Where where) {
   Fiber& fiber = enter("shared atomic", where);
   check_alignment(address, 4, "shared atomic");

@@ -58,6 +58,7 @@ CF_DEVICE uint32_t lds32(saddr a, CF_WHERE) { return emulated_load<uint32_t>(a, 
 CF_DEVICE void sts32(saddr a, uint32_t v, CF_WHERE) { emulate::shared_store(a, &v, 4, where); }
 CF_DEVICE float lds_f32(saddr a, CF_WHERE) { return emulated_load<float>(a, where); }
 CF_DEVICE void sts_f32(saddr a, float v, CF_WHERE) { emulate::shared_store(a, &v, 4, where); }
+CF_DEVICE u32x2 lds64(saddr a, CF_WHERE) { return emulated_load<u32x2>(a, where); }
 CF_DEVICE u32x4 lds128(saddr a, CF_WHERE) { return emulated_load<u32x4>(a, where); }
 CF_DEVICE void sts128(saddr a, u32x4 v, CF_WHERE) { emulate::shared_store(a, &v, 16, where); }
 
@@ -73,6 +74,17 @@ CF_DEVICE uint32_t ldg32(const void* p, CF_WHERE) {
 CF_DEVICE u32x4 ldg128(const void* p, CF_WHERE) { return emulated_global_load<u32x4>(p, where); }
 CF_DEVICE void stg32(void* p, uint32_t v, CF_WHERE) { emulate::global_store(p, &v, 4, where); }
 CF_DEVICE void stg_f32(float* p, float v, CF_WHERE) { emulate::global_store(p, &v, 4, where); }
+CF_DEVICE void red_add_f32(float* p, float v, CF_WHERE) {
+  emulate::global_atomic(emulate::Atomic::kAddF32, p, __builtin_bit_cast(uint32_t, v), where);
+}
+CF_DEVICE int ldg_acquire(const int32_t* p, CF_WHERE) {
+  int v;
+  emulate::global_load_acquire(&v, p, sizeof v, where);
+  return v;
+}
+CF_DEVICE void red_add_release(int32_t* p, int v, CF_WHERE) {
+  emulate::global_atomic_release(emulate::Atomic::kAddU32, p, static_cast<uint32_t>(v), where);
+}
 CF_DEVICE int atomic_add(int32_t* p, int v, CF_WHERE) {
   return static_cast<int>(emulate::global_atomic(emulate::Atomic::kAddU32, p,
                                                  static_cast<uint32_t>(v), where));
@@ -134,6 +146,19 @@ CF_DEVICE uint32_t pack2<bf16_t>(float low, float high) {
 template <>
 CF_DEVICE uint32_t pack2<f16_t>(float low, float high) {
   return emulated_f16(low) | emulated_f16(high) << 16;
+}
+
+template <class Element>
+CF_DEVICE void unpack2(float& low, float& high, uint32_t pair);
+template <>
+CF_DEVICE void unpack2<bf16_t>(float& low, float& high, uint32_t pair) {
+  low = bits_float(pair << 16);
+  high = bits_float(pair & 0xffff0000u);
+}
+template <>
+CF_DEVICE void unpack2<f16_t>(float& low, float& high, uint32_t pair) {
+  low = static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(pair)));
+  high = static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(pair >> 16)));
 }
 
 CF_DEVICE void trap(CF_WHERE) { emulate::trap(where); }
@@ -231,6 +256,12 @@ CF_DEVICE void tma_reduce_add_4d(const CUtensorMap* map, saddr src, int c0, int 
                                  CF_WHERE) {
   emulate::tma_store(map, src, 4, {{c0, c1, c2, c3}}, true, where);
 }
+CF_DEVICE void bulk_load(saddr dst, const void* src, uint32_t bytes, saddr bar, CF_WHERE) {
+  emulate::bulk_load(dst, src, bytes, bar, 0, where);
+}
+CF_DEVICE void bulk_reduce_add_f32(float* dst, saddr src, uint32_t bytes, CF_WHERE) {
+  emulate::bulk_store(dst, src, bytes, true, where);
+}
 CF_DEVICE void tma_commit(CF_WHERE) { emulate::bulk_commit(where); }
 template <int kPending>
 CF_DEVICE void tma_wait_read(CF_WHERE) {
@@ -292,11 +323,11 @@ CF_DEVICE void wgmma_wait(CF_WHERE) {
 template <int kCount>
 CF_DEVICE void wgmma_pin(float (&)[kCount]) {}
 
-template <class Element, int kN, uint32_t kHighA, uint32_t kHighB, int kMnMajorB>
+template <class Element, int kN, uint32_t kHighA, uint32_t kHighB, int kMnMajorB, int kMnMajorA = 0>
 CF_DEVICE void wgmma_ss(float (&d)[kN / 2], uint32_t a_low, uint32_t b_low, bool accumulate,
                         CF_WHERE) {
-  static constexpr emulate::WgmmaForm kForm = {kN, emulate::kFormatOf<Element>, false, false,
-                                               kMnMajorB != 0};
+  static constexpr emulate::WgmmaForm kForm = {kN, emulate::kFormatOf<Element>, false,
+                                               kMnMajorA != 0, kMnMajorB != 0};
   emulate::wgmma(kForm, d, nullptr, static_cast<uint64_t>(kHighA) << 32 | a_low,
                  static_cast<uint64_t>(kHighB) << 32 | b_low, accumulate, where);
 }

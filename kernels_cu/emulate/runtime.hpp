@@ -91,6 +91,7 @@ void global_fence(Where where);
 // Atomic read-modify-write of a 32-bit value; returns the old one.
 enum class Atomic { kAddU32, kAddF32, kMaxS32, kExchange };
 uint32_t global_atomic(Atomic operation, void* address, uint32_t value, Where where);
+uint32_t global_atomic_release(Atomic operation, void* address, uint32_t value, Where where);
 uint32_t shared_atomic(Atomic operation, saddr address, uint32_t value, Where where);
 
 // --- warp ----------------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ struct TileSlot {
     if constexpr (Config::kGeneral != 0) {
       return *this;
     } else {
-      return FixedSequence{params, 0};
+      return FixedSequence<ForwardParams>{params, 0};
     }
   }
 
