@@ -1,5 +1,5 @@
-// The launch parameters of the three kernels of a backward pass: one packed struct for all, mirrored
-// field by field by cupyflash/params.py.
+// The launch parameters of the three kernels of a backward pass: one packed struct for all,
+// mirrored field by field by cupyflash/params.py.
 //
 //   backward_delta    delta = rowsum(dout * out) - dlse and lse in units of log2, by tiles of
 //                     queries; sets dq_sums and dq_turns to zero

@@ -515,8 +515,8 @@ def test_the_examples_of_docstrings_run():
 def test_what_is_to_come_says_so():
     q, k, v = column()
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
-    with pytest.raises(cupyflash.UnsupportedError, match="attention_backward"):
-        cupyflash.attention_backward(out, q, k, v, out, lse)
+    with pytest.raises(cupyflash.UnsupportedError, match="dout_scale"):
+        cupyflash.attention_backward(out, q, k, v, out, lse, dout_scale=out)
     with pytest.raises(cupyflash.UnsupportedError, match="quantize"):
         cupyflash.quantize(q, "q")
 

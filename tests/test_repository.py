@@ -39,6 +39,8 @@ PYTHON_LAYERS = {
     "launch": 4,
     "arguments": 5,
     "serve": 5,
+    "backward": 5,
+    "gradients": 5,
     "merging": 5,
     "api": 5,
     "__init__": 5,
@@ -49,7 +51,15 @@ PYTHON_LAYERS = {
 }
 """A module imports from its own layer or a lower one, and never in a circle."""
 
-CUDA_LAYERS = {"types.cuh": 0, "ptx": 1, "params.cuh": 1, "config.cuh": 1, "tile": 2, "attn": 3}
+CUDA_LAYERS = {
+    "types.cuh": 0,
+    "ptx": 1,
+    "params.cuh": 1,
+    "backward_params.cuh": 1,
+    "config.cuh": 1,
+    "tile": 2,
+    "attn": 3,
+}
 ARCHITECTURES = ("sm80", "sm90", "sm100", "any")  # layer 4, none includes another
 
 FORBIDDEN_IN_KERNELS = (

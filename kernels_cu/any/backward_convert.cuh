@@ -100,7 +100,8 @@ CF_DEVICE void write_eight(const BackwardParams& params, int64_t offset, const f
     }
   } else {
     ptx::stg128(static_cast<Element*>(params.dq) + offset,
-                {ptx::pack2<Element>(scaled[0], scaled[1]), ptx::pack2<Element>(scaled[2], scaled[3]),
+                {ptx::pack2<Element>(scaled[0], scaled[1]),
+                 ptx::pack2<Element>(scaled[2], scaled[3]),
                  ptx::pack2<Element>(scaled[4], scaled[5]),
                  ptx::pack2<Element>(scaled[6], scaled[7])});
   }

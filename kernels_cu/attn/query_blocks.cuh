@@ -44,7 +44,7 @@ struct QueryBlocks {
     if constexpr (Mask::kHasLeft) {
       if (upper.end < sequence.seqlen_q()) full_end = upper.end > 0 ? upper.end / kBlockM : 0;
     }
-    if (key_begin + kBlockN > sequence.seqlen_kv()) full_end = full_begin;  // keys that are not there
+    if (key_begin + kBlockN > sequence.seqlen_kv()) full_end = full_begin;  // absent keys
   }
   CF_DEVICE int count() const { return end - first; }
   CF_DEVICE bool is_partial(int m_block) const {
@@ -53,7 +53,7 @@ struct QueryBlocks {
 };
 
 // Puts `masked` in place of the masked elements of an accumulator fragment of transposed scores:
-// row_key[r] is the key of fragment row g + 8 r, and element 4 j + e lies at query query_start + 8 j
+// row_key[r] is the key of fragment row g + 8 r, and element 4 j + e is at query query_start + 8 j
 // + 2 (lane % 4) + e % 2 of row e / 2. Keys behind the last one are masked too; queries behind the
 // last one need not be.
 template <class Mask, class Sequence, int kCount>

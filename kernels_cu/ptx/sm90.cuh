@@ -127,8 +127,8 @@ CF_DEVICE void tma_reduce_add_4d(const CUtensorMap* map, saddr src, int c0, int 
 // cp.async.bulk.)
 CF_DEVICE void bulk_load(saddr dst, const void* src, uint32_t bytes, saddr bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-          dst),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1], %2, [%3];" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
 }

@@ -81,7 +81,7 @@ struct Partition {
   static_assert(kFragments * kRowWarps * 16 == kRows && kFragments > 0, "whole fragments a warp");
   static_assert(kBlocks * kColumnWarps * 16 == kColumns && kBlocks > 0, "whole blocks a warp");
 
-  // Element 8 n + 4 h + e of fragment f is, with g = lane / 4 and q = lane % 4, in row g + 8 (e / 2)
+  // Element 8 n + 4 h + e of fragment f is, g = lane / 4 and q = lane % 4, in row g + 8 (e / 2)
   // of row block row_block() + kRowWarps f and in column 8 h + 2 q + e % 2 of column block
   // column_block() + kColumnWarps n.
   using Accumulators = float[kFragments][8 * kBlocks];
@@ -256,7 +256,7 @@ struct Backward {
     values.fill(thread, smem + Layout::kValues, key_begin);
   }
 
-  // Zeros in place of the rows of Q and dO that have no weights (row_lse is +inf): what they hold may
+  // Zeros in place of the rows of Q and dO that have no weights (row_lse +inf): what they hold may
   // be anything, and so may 0 times it. Rows behind the last query are zeros already.
   CF_DEVICE void clear_rows_without_weights(int stage, int dout_stage, int queries) const {
     bool any = false;

@@ -551,9 +551,10 @@ struct Writer {
       }
       if (!elected) continue;
       constexpr int kSlotFloats = Config::kBlockM * Config::kHeadDimQk;
-      ptx::bulk_reduce_add_f32(
-          params.dq_sums + (static_cast<int64_t>(slot) * kSlotFloats + w * (Layout::kPartBytes / 4)),
-          part(w), static_cast<uint32_t>(Layout::part_bytes(w)));
+      const int64_t offset =
+          static_cast<int64_t>(slot) * kSlotFloats + w * (Layout::kPartBytes / 4);
+      ptx::bulk_reduce_add_f32(params.dq_sums + offset, part(w),
+                               static_cast<uint32_t>(Layout::part_bytes(w)));
       ptx::tma_commit();
       if constexpr (!kKept<kEarlySumsRelease>) release(w);
     }
