@@ -80,7 +80,7 @@ CF_DEVICE void mask_transposed(const Sequence& sequence, float (&s)[kCount],
   }
 }
 
-// --- key blocks -----------------------------------------------------------------------------------
+// --- key blocks ---------------------------------------------------------------------------------
 
 struct KeyTile {
   int n_block;  // -1: there is no such tile

@@ -370,7 +370,9 @@ struct Backward {
   CF_DEVICE static void read_rows(float (&values)[2], saddr rows, int f) {
     const int row = 16 * (ScorePart::row_block() + ScorePart::kRowWarps * f) + ptx::lane() / 4;
     CF_UNROLL
-    for (int r = 0; r < 2; ++r) values[r] = ptx::lds_f32(rows + static_cast<uint32_t>(4 * row + 32 * r));
+    for (int r = 0; r < 2; ++r) {
+      values[r] = ptx::lds_f32(rows + static_cast<uint32_t>(4 * row + 32 * r));
+    }
   }
   // S to P.
   CF_DEVICE void exponentiate(Scores& s, saddr lse_rows) const {

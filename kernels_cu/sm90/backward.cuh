@@ -777,7 +777,8 @@ struct Consumer {
     const int lane = ptx::lane();
     // Matrices of a step: {keys 0-7, keys 8-15} of queries 0-7, then of queries 8-15.
     const int query = (lane & 7) + (lane >> 4) * 8;
-    const int granule = (warpgroup * kWarpgroupRows + 16 * (ptx::warp() % 4)) / 8 + ((lane >> 3) & 1);
+    const int key = warpgroup * kWarpgroupRows + 16 * (ptx::warp() % 4);
+    const int granule = key / 8 + ((lane >> 3) & 1);
     CF_UNROLL
     for (int step = 0; step < kStepsM; ++step) {
       ptx::stmatrix_x4_trans(
