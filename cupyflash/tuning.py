@@ -377,7 +377,7 @@ _OWN_OUTPUT: dict[str, Any] = {"OutBuffer": 1, "QStages": 2}
 
 def _sm90_backward_bytes(tile: Tile) -> int:
     """K, V, the rings of Q and dO with their rows of lse and delta, two tiles of dS, one of dQ in
-    float32, two descriptions of tiles; then barriers: three for K and V, four a stage, four for the
+    float32, two descriptions of tiles; then barriers: three for K and V, three a stage, four for the
     parts of dQ, four for tiles."""
     widths = tile.head_dim_qk + tile.head_dim_v
     return (
@@ -386,7 +386,7 @@ def _sm90_backward_bytes(tile: Tile) -> int:
         + FLOAT_BYTES * tile.block_m * tile.head_dim_qk
         + 2 * FLOAT_BYTES * tile.stages * tile.block_m
         + 2 * 64
-        + BARRIER_BYTES * (3 + 4 * tile.stages + 4 + 4)
+        + BARRIER_BYTES * (3 + 3 * tile.stages + 4 + 4)
     )
 
 

@@ -128,8 +128,14 @@ def run(path: Path, case: Case, **more: Any) -> tuple[NDArray, NDArray]:
     return values, path.numpy(lse)
 
 
-def run_backward(path: Path, case: Case, **more: Any) -> tuple[NDArray, NDArray, NDArray]:
+def run_backward(
+    path: Path, case: Case, float_grads: bool = False, **more: Any
+) -> tuple[NDArray, NDArray, NDArray]:
     """The public backward call for a case, into arrays full of NaN with more NaN around them.
+
+    Args:
+        path, case, more: what to call, with what, and further options.
+        float_grads: float32 gradients, without NaN around them.
 
     Returns:
         dq, dk and dv, [batch, seqlen, heads, head_dim] each.
@@ -140,6 +146,8 @@ def run_backward(path: Path, case: Case, **more: Any) -> tuple[NDArray, NDArray,
     out, lse = case.forward_results
     written = [case.place(np.full(x.bshd.shape, np.nan)) for x in case.inputs]
     own = [path.place(x) for x in written]
+    if float_grads:
+        own = [path.array(x.array.astype(np.float32)) for x in written]
     grads = cupyflash.attention_backward(
         path.place(dout),
         *(path.place(x) for x in case.inputs),

@@ -135,12 +135,13 @@ def test_torch_strides_are_read(torch):
 
 
 def test_gradients_are_never_lost_silently(torch):
-    """B59: a Parameter is served under no_grad, and refused with words about it otherwise."""
+    """B59: a Parameter is recorded, unless under no_grad."""
     q, k, v = (torch.from_numpy(x) for x in inputs())
     parameter = torch.nn.Parameter(q)
     for arguments in ((parameter, k, v), (q, k, parameter), (q, k, v.clone().requires_grad_())):
-        with pytest.raises(TypeError, match=r"requires grad.*no_grad.*detach"):
-            cupyflash.attention(*arguments)
+        recorded = next(x for x in arguments if x.requires_grad)
+        (grad,) = torch.autograd.grad(cupyflash.attention(*arguments).sum(), recorded)
+        assert grad.shape == recorded.shape and torch.isfinite(grad).all()
     with torch.no_grad():
         out = cupyflash.attention(parameter, k, v)
     assert torch.equal(out, cupyflash.attention(q, k, v)) and not out.requires_grad
@@ -243,10 +244,10 @@ def test_jax_arrays_are_no_output(jax):
     assert not numpy.asarray(out).any()
 
 
-def test_tracers_are_refused_by_name(jax):
+def test_tracers_of_the_cpu_are_served(jax):
     given = [jax.numpy.asarray(x) for x in inputs()]
-    with pytest.raises(cupyflash.UnsupportedError, match=r"JAX tracer.*jax\.jit"):
-        jax.jit(cupyflash.attention)(*given)
+    out = jax.jit(cupyflash.attention)(*given)
+    numpy.testing.assert_array_equal(out, cupyflash.attention(*given))
 
 
 # --- any DLPack producer, any CUDA array interface ------------------------------------------------

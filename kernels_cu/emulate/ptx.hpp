@@ -323,11 +323,18 @@ CF_DEVICE void wgmma_wait(CF_WHERE) {
 template <int kCount>
 CF_DEVICE void wgmma_pin(float (&)[kCount]) {}
 
-template <class Element, int kN, uint32_t kHighA, uint32_t kHighB, int kMnMajorB, int kMnMajorA = 0>
+template <class Element, int kN, uint32_t kHighA, uint32_t kHighB, int kMnMajorB>
 CF_DEVICE void wgmma_ss(float (&d)[kN / 2], uint32_t a_low, uint32_t b_low, bool accumulate,
                         CF_WHERE) {
-  static constexpr emulate::WgmmaForm kForm = {kN, emulate::kFormatOf<Element>, false,
-                                               kMnMajorA != 0, kMnMajorB != 0};
+  static constexpr emulate::WgmmaForm kForm = {kN, emulate::kFormatOf<Element>, false, false,
+                                               kMnMajorB != 0};
+  emulate::wgmma(kForm, d, nullptr, static_cast<uint64_t>(kHighA) << 32 | a_low,
+                 static_cast<uint64_t>(kHighB) << 32 | b_low, accumulate, where);
+}
+template <class Element, int kN, uint32_t kHighA, uint32_t kHighB>
+CF_DEVICE void wgmma_ss_transposed(float (&d)[kN / 2], uint32_t a_low, uint32_t b_low,
+                                   bool accumulate, CF_WHERE) {
+  static constexpr emulate::WgmmaForm kForm = {kN, emulate::kFormatOf<Element>, false, true, false};
   emulate::wgmma(kForm, d, nullptr, static_cast<uint64_t>(kHighA) << 32 | a_low,
                  static_cast<uint64_t>(kHighB) << 32 | b_low, accumulate, where);
 }

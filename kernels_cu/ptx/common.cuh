@@ -41,11 +41,6 @@ CF_DEVICE float lds_f32(saddr a) {
 CF_DEVICE void sts_f32(saddr a, float v) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory");
 }
-CF_DEVICE u32x2 lds64(saddr a) {
-  u32x2 v;
-  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(a) : "memory");
-  return v;
-}
 CF_DEVICE u32x4 lds128(saddr a) {
   u32x4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
@@ -84,21 +79,6 @@ CF_DEVICE void stg128(void* p, u32x4 v) {
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
                : "memory");
-}
-
-// Adds in place, in any order with others (PTX ISA: red.global.add.f32).
-CF_DEVICE void red_add_f32(float* p, float v) {
-  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(v) : "memory");
-}
-// A counter that hands over what other threads of the GPU wrote before they released it (PTX ISA:
-// ld.acquire, red.release).
-CF_DEVICE int ldg_acquire(const int32_t* p) {
-  int v;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
-  return v;
-}
-CF_DEVICE void red_add_release(int32_t* p, int v) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
 }
 
 // Returns the value before (PTX ISA: atom.global.add).
@@ -177,21 +157,6 @@ CF_DEVICE uint32_t pack2<f16_t>(float low, float high) {
   uint32_t r;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
   return r;
-}
-
-// The two halves of a pair, exactly.
-template <class Element>
-CF_DEVICE void unpack2(float& low, float& high, uint32_t pair);
-template <>
-CF_DEVICE void unpack2<bf16_t>(float& low, float& high, uint32_t pair) {
-  low = __uint_as_float(pair << 16);
-  high = __uint_as_float(pair & 0xffff0000u);
-}
-template <>
-CF_DEVICE void unpack2<f16_t>(float& low, float& high, uint32_t pair) {
-  asm("{\n.reg .b16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
-      : "=f"(low), "=f"(high)
-      : "r"(pair));
 }
 
 CF_DEVICE uint32_t float_bits(float x) { return __float_as_uint(x); }

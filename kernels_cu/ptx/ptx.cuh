@@ -35,6 +35,7 @@ inline constexpr int kMutant = 0;
 #if __CUDA_ARCH__ >= 1000
 #include "ptx/sm100.cuh"
 #endif
+#include "ptx/unrecorded.cuh"
 
 #else
 #define CF_OFFSETOF(Type, member) __builtin_offsetof(Type, member)

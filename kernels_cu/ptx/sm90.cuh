@@ -123,23 +123,6 @@ CF_DEVICE void tma_reduce_add_4d(const CUtensorMap* map, saddr src, int c0, int 
       "r"(src), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
       : "memory");
 }
-// Contiguous bytes, a multiple of 16 as both addresses are; `bar` receives them. (PTX ISA:
-// cp.async.bulk.)
-CF_DEVICE void bulk_load(saddr dst, const void* src, uint32_t bytes, saddr bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1], %2, [%3];" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(bar)
-      : "memory");
-}
-// Adds floats, contiguous and 16-byte aligned on both sides, into global memory. (PTX ISA:
-// cp.reduce.async.bulk.)
-CF_DEVICE void bulk_reduce_add_f32(float* dst, saddr src, uint32_t bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(dst),
-      "r"(src), "r"(bytes)
-      : "memory");
-}
 CF_DEVICE void tma_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // At most kPending of this thread's groups have not yet read their shared memory.
 template <int kPending>

@@ -74,16 +74,16 @@ struct Wgmma;
 #define CF_OPERANDS_128() CF_OPERANDS_120(), CF_D8(120)
 
 // One statement for each form and type. `A` to `H` are the operand numbers after the accumulators.
-#define CF_WGMMA_SS(N, R, TYPES, A, B, C, D, E, F, G)                                        \
+#define CF_WGMMA_SS(N, R, TYPES, A, B, C, D, E, F)                                           \
   asm volatile(                                                                              \
       "{\n.reg .pred p;\n.reg .b64 da, db;\n"                                                \
       "mov.b64 da, {%" #A ", %" #D "};\nmov.b64 db, {%" #B ", %" #E "};\n"                   \
       "setp.ne.b32 p, %" #C ", 0;\n"                                                         \
       "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" CF_LIST_##R               \
-      "}, da, db, p, 1, 1, %" #G ", %" #F ";\n}"                                             \
+      "}, da, db, p, 1, 1, 0, %" #F ";\n}"                                                   \
       : CF_OPERANDS_##R()                                                                    \
       : "r"(a_low), "r"(b_low), "r"(static_cast<int>(accumulate)), "n"(kHighA), "n"(kHighB), \
-        "n"(kMnMajorB), "n"(kMnMajorA))
+        "n"(kMnMajorB))
 #define CF_WGMMA_RS(N, R, TYPES, A, B, C, D, E, F, G, H)                                           \
   asm volatile(                                                                                    \
       "{\n.reg .pred p;\n.reg .b64 db;\n"                                                          \
@@ -97,12 +97,12 @@ struct Wgmma;
 #define CF_WGMMA(N, R, A, B, C, D, E, F, G, H)                                                     \
   template <>                                                                                      \
   struct Wgmma<N> {                                                                                \
-    template <class Element, uint32_t kHighA, uint32_t kHighB, int kMnMajorB, int kMnMajorA>       \
+    template <class Element, uint32_t kHighA, uint32_t kHighB, int kMnMajorB>                      \
     CF_DEVICE static void ss(float (&d)[N / 2], uint32_t a_low, uint32_t b_low, bool accumulate) { \
       if constexpr (is_same<Element, bf16_t>)                                                      \
-        CF_WGMMA_SS(N, R, "bf16.bf16", A, B, C, D, E, F, G);                                       \
+        CF_WGMMA_SS(N, R, "bf16.bf16", A, B, C, D, E, F);                                          \
       else                                                                                         \
-        CF_WGMMA_SS(N, R, "f16.f16", A, B, C, D, E, F, G);                                         \
+        CF_WGMMA_SS(N, R, "f16.f16", A, B, C, D, E, F);                                            \
     }                                                                                              \
     template <class Element, uint32_t kHighB, int kMnMajorB>                                       \
     CF_DEVICE static void rs(float (&d)[N / 2], const uint32_t (&a)[4], uint32_t b_low,            \
@@ -131,11 +131,9 @@ CF_WGMMA(224, 112, 112, 113, 114, 115, 116, 117, 118, 119);
 CF_WGMMA(240, 120, 120, 121, 122, 123, 124, 125, 126, 127);
 CF_WGMMA(256, 128, 128, 129, 130, 131, 132, 133, 134, 135);
 
-// kMnMajorA, kMnMajorB: 1 where an operand lies transposed, [16][64] or [16][N].
-template <class Element, int kN, uint32_t kHighA, uint32_t kHighB, int kMnMajorB, int kMnMajorA = 0>
+template <class Element, int kN, uint32_t kHighA, uint32_t kHighB, int kMnMajorB>
 CF_DEVICE void wgmma_ss(float (&d)[kN / 2], uint32_t a_low, uint32_t b_low, bool accumulate) {
-  Wgmma<kN>::template ss<Element, kHighA, kHighB, kMnMajorB, kMnMajorA>(d, a_low, b_low,
-                                                                        accumulate);
+  Wgmma<kN>::template ss<Element, kHighA, kHighB, kMnMajorB>(d, a_low, b_low, accumulate);
 }
 template <class Element, int kN, uint32_t kHighB, int kMnMajorB>
 CF_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint32_t b_low,

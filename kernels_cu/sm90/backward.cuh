@@ -37,8 +37,8 @@
 //
 // Pipeline of a consumer warpgroup, step by step:
 //   issue S^T, dP^T;  wait S;  exp2;  wait dP;  dS;  dS to shared memory
-//   issue dV;  all consumers meet;  issue dQ;  wait dV (dO free);  issue dK
-//   wait dQ, to shared memory;  wait dK (Q free)
+//   issue dV;  all consumers meet;  issue dQ;  wait dV;  issue dK
+//   wait dQ, to shared memory;  wait dK (Q and dO free)
 // Between two tiles nothing overlaps in the consumers but the other warpgroup; the producer loads
 // ahead as far as its rings reach.
 #pragma once
@@ -65,18 +65,16 @@ inline constexpr int kScoresBarrier = 1;    // dS of a step is in shared memory:
 inline constexpr int kEpilogueBarrier = 2;  // + w: the threads of consumer warpgroup w
 
 // One synchronisation taken out each: every one of them must be caught by the emulator.
-inline constexpr int kBackwardMutants = 21;
+inline constexpr int kBackwardMutants = 19;
 enum BackwardMutant {
   kNoKFullWait = 1,
   kNoVFullWait,
   kNoQFullWait,
   kNoDoutFullWait,
   kNoQEmptyWait,
-  kNoDoutEmptyWait,
   kNoKvEmptyWait,
   kNoProductWait,
   kEarlyQRelease,
-  kEarlyDoutRelease,
   kNoScoresFence,
   kNoScoresBarrier,
   kNoSumsFence,
@@ -145,11 +143,10 @@ struct BackwardLayout {
   static constexpr int kVFull = kKFull + 8;
   static constexpr int kKvEmpty = kVFull + 8;   // dk and dv have been stored
   static constexpr int kQFull = kKvEmpty + 8;   // [stage]
-  static constexpr int kQEmpty = kQFull + 8 * Config::kStages;
+  static constexpr int kQEmpty = kQFull + 8 * Config::kStages;  // dO has been read before Q
   static constexpr int kDoutFull = kQEmpty + 8 * Config::kStages;
-  static constexpr int kDoutEmpty = kDoutFull + 8 * Config::kStages;
   // A warpgroup's part of dQ lies in shared memory (its warps arrive), has been read (the writer).
-  static constexpr int kSumsFull = kDoutEmpty + 8 * Config::kStages;  // [warpgroup]
+  static constexpr int kSumsFull = kDoutFull + 8 * Config::kStages;  // [warpgroup]
   static constexpr int kSumsEmpty = kSumsFull + 8 * kConsumers;
   // A tile is described (the scheduler), no longer needed (producer, writer, consumer warpgroups).
   static constexpr int kTileFull = kSumsEmpty + 8 * kConsumers;  // [tile slot]
@@ -170,7 +167,6 @@ CF_DEVICE void initialize_barriers(saddr smem) {
     ptx::mbarrier_init(barrier_at(smem + Layout::kQFull, i), 1);
     ptx::mbarrier_init(barrier_at(smem + Layout::kQEmpty, i), kConsumers);
     ptx::mbarrier_init(barrier_at(smem + Layout::kDoutFull, i), 1);
-    ptx::mbarrier_init(barrier_at(smem + Layout::kDoutEmpty, i), kConsumers);
   }
   for (int i = 0; i < kConsumers; ++i) {
     ptx::mbarrier_init(barrier_at(smem + Layout::kSumsFull, i), kWarpgroupThreads / 32);
@@ -447,11 +443,9 @@ struct Producer {
     ptx::bulk_load(rows_smem(0), params.row_lse + row_of(step, first_slot), Layout::kRowBytes,
                    full);
   }
+  // Behind load_queries, which has waited until the slot of both is free.
   CF_DEVICE void load_dout(const Source& source, const Steps& step, int first_slot) {
     const saddr full = barrier_at(smem + Layout::kDoutFull, place.stage);
-    if constexpr (kKept<kNoDoutEmptyWait>) {
-      await_as_warp(barrier_at(smem + Layout::kDoutEmpty, place.stage), place.phase ^ 1);
-    }
     if (!elected) return;
     ptx::mbarrier_arrive_expect_tx(full, Layout::kDoutBytes + Layout::kRowBytes);
     load<VTile>(smem + Layout::kDout + place.stage * Layout::kDoutBytes, full, source,
@@ -671,7 +665,7 @@ struct Consumer {
       const uint32_t k_step = k + QkDescriptor::mn_step(step);
       const uint32_t score_step = scores + ScoreDescriptor::k_step(kBlockM, step);
       if constexpr (kTransposed) {
-        ptx::wgmma_ss<Element, kColumns, QkDescriptor::kHigh, ScoreDescriptor::kHigh, 0, 1>(
+        ptx::wgmma_ss_transposed<Element, kColumns, QkDescriptor::kHigh, ScoreDescriptor::kHigh>(
             sums, k_step, score_step, step > 0);
       } else {
         ptx::wgmma_ss<Element, kColumns, ScoreDescriptor::kHigh, QkDescriptor::kHigh, 1>(
@@ -815,7 +809,6 @@ struct Consumer {
     float sums[kColumns / 2];
     issue_sums<kColumns>(sums);
     await_products<1>(dv);
-    if constexpr (kKept<kEarlyDoutRelease>) release_dout();
     issue_inner<QkTile>(dk, ds, q_tile(), accumulate);
     await_products<1>(sums);
     hand_over_sums<kColumns>(sums);
@@ -826,9 +819,6 @@ struct Consumer {
   }
   CF_DEVICE void release_q() const {
     if (leader) ptx::mbarrier_arrive(barrier_at(smem + Layout::kQEmpty, place.stage));
-  }
-  CF_DEVICE void release_dout() const {
-    if (leader) ptx::mbarrier_arrive(barrier_at(smem + Layout::kDoutEmpty, place.stage));
   }
 
   // Without a bound of the mask, all blocks of a tile are alike.
@@ -875,7 +865,6 @@ struct Consumer {
     if constexpr (kKept<kNoScoresBarrier>) {
       ptx::named_barrier_sync(kScoresBarrier, kConsumerThreads);
     }
-    if constexpr (!kKept<kEarlyDoutRelease>) release_dout();
     if (Layout::kLastColumns == Layout::kPartColumns || warpgroup == 0) {
       finish_step<Layout::kPartColumns>(dk, dv, ds, accumulate);
     } else {
