@@ -377,8 +377,8 @@ _OWN_OUTPUT: dict[str, Any] = {"OutBuffer": 1, "QStages": 2}
 
 def _sm90_backward_bytes(tile: Tile) -> int:
     """K, V, the rings of Q and dO with their rows of lse and delta, two tiles of dS, one of dQ in
-    float32, two descriptions of tiles; then barriers: three for K and V, three a stage, four for the
-    parts of dQ, four for tiles."""
+    float32, two descriptions of tiles; then barriers: three for K and V, three a stage, four for
+    the parts of dQ, four for tiles."""
     widths = tile.head_dim_qk + tile.head_dim_v
     return (
         _tile_bytes(tile.block_n + tile.stages * tile.block_m, widths)
