@@ -138,7 +138,11 @@ def test_gradients_are_never_lost_silently(torch):
     """B59: a Parameter is recorded, unless under no_grad."""
     q, k, v = (torch.from_numpy(x) for x in inputs())
     parameter = torch.nn.Parameter(q)
-    for arguments in ((parameter, k, v), (q, k, parameter), (q, k, v.clone().requires_grad_())):
+    for arguments in (
+        (parameter, k, v),
+        (q, torch.nn.Parameter(k), v),
+        (q, k, v.clone().requires_grad_()),
+    ):
         recorded = next(x for x in arguments if x.requires_grad)
         (grad,) = torch.autograd.grad(cupyflash.attention(*arguments).sum(), recorded)
         assert grad.shape == recorded.shape and torch.isfinite(grad).all()
