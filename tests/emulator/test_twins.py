@@ -11,7 +11,14 @@ import pytest
 from cupyflash import source
 
 PTX = source.include_root() / "ptx"
-DEVICE_HEADERS = ("common.cuh", "sm80.cuh", "sm90.cuh", "wgmma.cuh", "sm100.cuh")
+DEVICE_HEADERS = (
+    "common.cuh",
+    "sm80.cuh",
+    "sm90.cuh",
+    "wgmma.cuh",
+    "sm100.cuh",
+    "unrecorded.cuh",
+)
 FUNCTION = re.compile(
     r"(?:template\s*<(?P<template>[^<>]*)>\s*)?"
     r"CF_DEVICE(?P<constexpr>\s+constexpr)?\s+(?P<type>[\w:]+)\s+(?P<name>\w+)(?P<special><[\w:]+>)?"
