@@ -6,11 +6,12 @@ from cupyflash.select import (
     KernelSpec,
     backward_convert_spec,
     backward_delta_spec,
+    backward_queries_spec,
     backward_spec_for,
     merge_spec,
     spec_for,
 )
-from cupyflash.tuning import DTYPES, FAMILIES, MERGE_DTYPES, Family, Tile, device_bytes
+from cupyflash.tuning import DTYPES, FAMILIES, MERGE_DTYPES, Family, device_bytes
 
 RECIPES: dict[str, tuple[str, ...]] = {
     # Compute capabilities 8.x, 9.0, 10.0 and 10.3, each with the kernels made for it.
@@ -81,18 +82,7 @@ def _specs_of(target: str) -> list[KernelSpec]:
                     if family.general and mask != "none":
                         found.append(spec_for(family, tile, target, dtype, mask, general=True))
         found += _backward_specs(family, target, shared_bytes)
-    if target == "sm_90a":  # what its own backward lacks
-        own = {(tile.head_dim_qk, tile.head_dim_v) for tile in _backward_tiles(family)}
-        found += [
-            spec
-            for spec in _backward_specs(FAMILIES["sm80"], "sm_90", SHARED_BYTES["sm_90"][0])
-            if (spec.head_dim_qk, spec.head_dim_v) not in own
-        ]
     return list(dict.fromkeys(found))
-
-
-def _backward_tiles(family: Family) -> tuple[Tile, ...]:
-    return family.backward.tiles if family.backward is not None else ()
 
 
 def _backward_specs(family: Family, target: str, shared_bytes: int) -> list[KernelSpec]:
@@ -113,5 +103,8 @@ def _backward_specs(family: Family, target: str, shared_bytes: int) -> list[Kern
                 kinds = (False,) if mask == "none" else (False, True)
                 for general in kinds:
                     main = backward_spec_for(family, tile, target, dtype, mask, general)
-                    found += [main, backward_convert_spec(main, target)]
+                    if main.kernel == "backward_keys":
+                        found += [main, backward_queries_spec(main)]
+                    else:
+                        found += [main, backward_convert_spec(main, target)]
     return found

@@ -26,6 +26,7 @@ from cupyflash.select import (
     KernelSpec,
     backward_convert_spec,
     backward_delta_spec,
+    backward_queries_spec,
 )
 from cupyflash.tensor import DType, TensorView, contiguous_strides
 from cupyflash.tuning import FAMILIES
@@ -73,14 +74,15 @@ def workspace_of(
     problem: Problem, spec: KernelSpec, dout: TensorView, deterministic: bool
 ) -> Workspace:
     """The workspace of a problem solved by the main kernel ``spec``."""
+    split = spec.kernel == "backward_keys"  # dq is not added up in global memory
     slots = num_slots(problem, spec.block_m)
     rows = problem.heads_q * slots * spec.block_m
     return Workspace(
         num_slots=slots,
         row_lse=rows,
         row_delta=rows,
-        dq_sums=rows * spec.head_dim_qk,
-        dq_turns=problem.heads_q * slots + 1 if deterministic else 0,
+        dq_sums=0 if split else rows * spec.head_dim_qk,
+        dq_turns=problem.heads_q * slots + 1 if deterministic and not split else 0,
         dout_copy=math.prod(dout.shape) if must_copy(dout, spec) else 0,
     )
 
@@ -174,6 +176,17 @@ def backward_launches(
     num_sms = min(problem.num_sms or device.num_sms, device.num_sms)
     section = max(_LEAST_HEADS, -(-num_sms // max(n_blocks, 1)))
     slots = num_slots(problem, spec.block_m)
+    queries = backward_queries_spec(spec) if spec.kernel == "backward_keys" else None
+    query_blocks = query_tiles = query_heads = 0
+    if queries is not None:
+        query_blocks = -(-problem.seqlen_q // queries.block_m)
+        query_heads = problem.heads_q * problem.batch
+        if problem.is_packed:
+            query_blocks = problem.rows_q // queries.block_m + problem.batch
+            query_heads = problem.heads_q
+        query_tiles = query_blocks * query_heads
+        together = max(_LEAST_HEADS, -(-num_sms // max(query_blocks, 1)))
+        query_heads = max(min(together, query_heads), 1)
     params = BACKWARD.pack(
         **values,
         batch=problem.batch,
@@ -196,6 +209,9 @@ def backward_launches(
         num_n_blocks=n_blocks,
         num_tiles=tiles,
         section_heads=max(min(section, all_heads), 1),
+        num_query_blocks=query_blocks,
+        num_query_tiles=query_tiles,
+        query_section_heads=query_heads,
         float_grads=views["dq"].dtype is DType.float32,
         accumulate=accumulate,
         clear_grads=clear_grads,
@@ -216,10 +232,13 @@ def backward_launches(
         claims = dynamic and kernel is spec and grid < tiles
         return Launch(kernel, (grid, 1, 1), bytes(params), maps, (), stream, claims)
 
+    maps = _map_requests(spec, main)
     return (
         launch(backward_delta_spec(spec.dtype, spec.target), helpers),
-        launch(spec, blocks, _map_requests(spec, main)),
-        launch(backward_convert_spec(spec, spec.target), helpers),
+        launch(spec, blocks, maps),
+        launch(queries, max(query_tiles, 1), maps)
+        if queries is not None
+        else launch(backward_convert_spec(spec, spec.target), helpers),
     )
 
 
@@ -242,9 +261,12 @@ def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[Tenso
         ("k", spec.head_dim_qk, spec.block_n),
         ("v", spec.head_dim_v, spec.block_n),
         ("dout", spec.head_dim_v, spec.block_m),
+        ("dq", spec.head_dim_qk, 64),
         ("dk", spec.head_dim_qk, 64),
         ("dv", spec.head_dim_v, 64),
     ):
+        if tensor == "dq" and spec.kernel != "backward_keys":
+            continue
         view = views[tensor]
         if view.size == 0 or view.dtype is not spec.dtype:
             continue
@@ -261,7 +283,7 @@ def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[Tenso
         shift = 0
         if spec.general:  # Note [Ragged maps] in kernels_cu/attn/ragged.cuh
             box = (chunk, rows, 1, 1, 1)
-            if tensor in ("dk", "dv"):
+            if tensor in ("dq", "dk", "dv"):
                 dims = (head_dim, seqlen, seqlen + 1, heads, batch)
                 strides = (by_row, by_row, by_head, by_batch)
                 shift = -seqlen * by_row

@@ -20,7 +20,7 @@ from cupyflash.arrays import Adapter, Array
 from cupyflash.backward import WORKSPACE, backward_launches, workspace_of
 from cupyflash.driver import PreparedLaunch, TensorMap
 from cupyflash.launch import CudaBackend, EmulatedBackend, Launch, announce, load_kernel
-from cupyflash.params import BACKWARD
+from cupyflash.params import BACKWARD, MAPPED_BACKWARD
 from cupyflash.problem import (
     Problem,
     alignment_fault,
@@ -33,10 +33,7 @@ from cupyflash.select import KernelSpec, select
 from cupyflash.serve import backend_of, check_lengths, host_arguments, reading
 from cupyflash.tensor import DeviceKind, DType, TensorView
 
-_MAPPED = ("q", "k", "v", "dout", "dk", "dv")
-"""Tensors with a map, in the order of the launch's pointers; behind them comes the tile counter."""
-
-_TENSOR_OF_MAP = {BACKWARD.offsets[f"{tensor}_map"]: tensor for tensor in _MAPPED}
+_TENSOR_OF_MAP = {BACKWARD.offsets[f"{tensor}_map"]: tensor for tensor in MAPPED_BACKWARD}
 _PART_BYTES = 256  # to which the parts of the workspace are aligned
 
 
@@ -159,11 +156,11 @@ def run_backward(grad_call: GradCall) -> tuple[Array, Array, Array]:
 
 
 def grad_problem(grad_call: GradCall) -> Problem:
-    """The forward's problem, with what is wrong with the addresses of dk and dv."""
+    """The forward's problem, with what is wrong with the addresses of dq, dk and dv."""
     call, views = grad_call.call, grad_call.views
     if grad_call.grad_dtype.itemsize != 2 or grad_call.accumulate:
         return call.problem  # they are written without tensor maps
-    grads = {name: views[name] for name in ("dk", "dv") if name in views and views[name].size}
+    grads = {name: views[name] for name in ("dq", "dk", "dv") if name in views and views[name].size}
     faults = {"no_tma": tma_fault, "no_ragged": ragged_fault}
     found = {
         field: tuple((name, why) for name, view in grads.items() if (why := fault(view)))
@@ -279,7 +276,7 @@ def run_launches(
             announce(launch.spec, f"GPU {index} ({backend.info.name})", kernel.origin)
             counters = driver.tile_counters(index) if launch.dynamic else None
             bases = {_TENSOR_OF_MAP[request.offset]: request.pointer for request in launch.maps}
-            pointers = [bases.get(tensor, 0) for tensor in _MAPPED]
+            pointers = [bases.get(tensor, 0) for tensor in MAPPED_BACKWARD]
             prepared = PreparedLaunch(
                 context=kernel.context,
                 function=kernel.function,
@@ -289,13 +286,13 @@ def run_launches(
                 shared_bytes=launch.spec.shared_bytes,
                 params=launch.params,
                 pointer_offsets=[
-                    *[None] * len(_MAPPED),
+                    *[None] * len(MAPPED_BACKWARD),
                     None if counters is None else BACKWARD.offsets["tile_counter"],
                 ],
                 maps=[
                     TensorMap(
                         offset=request.offset,
-                        pointer_idx=_MAPPED.index(_TENSOR_OF_MAP[request.offset]),
+                        pointer_idx=MAPPED_BACKWARD.index(_TENSOR_OF_MAP[request.offset]),
                         dtype=launch.spec.dtype,
                         dims=request.dims,
                         strides_bytes=request.strides_bytes,
@@ -305,7 +302,7 @@ def run_launches(
                     )
                     for request in launch.maps
                 ],
-                counter_idx=None if counters is None else len(_MAPPED),
+                counter_idx=None if counters is None else len(MAPPED_BACKWARD),
                 counters=counters,
             )
             counter = 0 if counters is None else counters.of_stream(stream)

@@ -191,10 +191,13 @@ FORWARD = _layout(
 )
 """Layout of ``cf::ForwardParams``; ``kernels_cu/params.cuh`` says what each member means."""
 
+MAPPED_BACKWARD = ("q", "k", "v", "dout", "dq", "dk", "dv")
+"""Tensors of a backward pass that have a tensor map, in the order of ``cf::BackwardParams``."""
+
 BACKWARD = _layout(
     "cf::BackwardParams",
     [
-        *((f"{tensor}_map", "tensor_map") for tensor in ("q", "k", "v", "dout", "dk", "dv")),
+        *((f"{tensor}_map", "tensor_map") for tensor in MAPPED_BACKWARD),
         *(
             (array, "pointer")
             for array in (
@@ -230,6 +233,7 @@ BACKWARD = _layout(
                 *("q_batch_rows", "k_batch_rows", "v_batch_rows", "dout_batch_rows"),
                 *("bottom_right", "block_m", "width_qk", "num_m_blocks", "num_slots"),
                 *("num_n_blocks", "num_tiles", "section_heads"),
+                *("num_query_blocks", "num_query_tiles", "query_section_heads"),
                 *("float_grads", "accumulate", "clear_grads", "copy_dout", "vectors"),
             )
         ),

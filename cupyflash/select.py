@@ -19,6 +19,7 @@ from cupyflash.errors import UnsupportedError
 from cupyflash.problem import DeviceInfo, Problem
 from cupyflash.tensor import DType
 from cupyflash.tuning import (
+    BACKWARD_CONVERT_BLOCKS,
     BACKWARD_CONVERT_THREADS,
     BACKWARD_DELTA_THREADS,
     DQ_ORDER,
@@ -29,9 +30,14 @@ from cupyflash.tuning import (
     Family,
     Tile,
     device_bytes,
+    query_tile,
+    query_tile_bytes,
 )
 
 logger = logging.getLogger("cupyflash")
+
+TILED_KERNELS = ("forward", "backward", "backward_keys", "backward_queries")
+"""Kernels that are made of the rows of ``tuning.py``."""
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
@@ -49,7 +55,7 @@ class KernelSpec:
 
     Attributes:
         kernel: what it computes ("forward", "backward", "backward_delta", "backward_convert",
-            "merge").
+            "merge"; "backward_keys" and "backward_queries", which share the work of "backward").
         family: the code that it is made of ("sm80", "sm90", "sm100"; "any": one for all, which has
             no tiles: widths, tile and stages are 0).
         target: what it is compiled for ("sm_80", "sm_90a", "sm_100f", "sm_120", ...).
@@ -89,7 +95,7 @@ class KernelSpec:
             order = "x".join(str(value) for _, value in self.options)
             tile = f"d{self.head_dim_qk}_m{self.block_m}_{order}"
             return "_".join([self.kernel, self.family, self.dtype.short, tile])
-        if self.kernel not in ("forward", "backward"):
+        if self.kernel not in TILED_KERNELS:
             return "_".join([self.kernel, self.family, self.dtype.short])
         width = f"d{self.head_dim_qk}"
         if self.head_dim_v != self.head_dim_qk:
@@ -100,13 +106,13 @@ class KernelSpec:
         parts = [self.kernel, self.family, self.dtype.short, width, tile]
         family = FAMILIES[self.family]
         options = family.options
-        if self.kernel == "backward":
+        if self.kernel != "forward":
             assert family.backward is not None
             options = family.backward.options
         defaults = {option.name: option for option in options}
         for name, value in self.options:
-            option = defaults[name]
-            if option.tag is not None and value != option.default:
+            option = defaults.get(name)
+            if option is not None and option.tag is not None and value != option.default:
                 parts.append(f"{option.tag}{value}")
         if self.general:
             parts.append("general")
@@ -218,7 +224,7 @@ def backward_spec_for(
     """The main backward kernel of one row of ``tuning.py``."""
     assert family.backward is not None
     return KernelSpec(
-        kernel="backward",
+        kernel="backward_keys" if dict(tile.options).get("Split") else "backward",
         family=family.name,
         target=target,
         dtype=dtype,
@@ -251,7 +257,25 @@ def backward_convert_spec(main: KernelSpec, target: str) -> KernelSpec:
         _helper_spec("backward_convert", main.dtype, target, BACKWARD_CONVERT_THREADS),
         head_dim_qk=main.head_dim_qk,
         block_m=main.block_m,
+        min_blocks=BACKWARD_CONVERT_BLOCKS,
         options=tuple((name, main.option(name)) for name in DQ_ORDER),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def backward_queries_spec(main: KernelSpec) -> KernelSpec:
+    """The kernel that makes dq beside ``main``, which makes dk and dv only."""
+    tile = query_tile(main.head_dim_qk, main.head_dim_v)
+    return dataclasses.replace(
+        main,
+        kernel="backward_queries",
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        stages=tile.stages,
+        threads=tile.threads,
+        scheduler=tile.scheduler,
+        shared_bytes=query_tile_bytes(tile),
+        options=tile.options,
     )
 
 
@@ -542,7 +566,7 @@ def _address_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) ->
         unit, why = "TMA", problem.why_no_tma
     else:
         unit, why = "cp.async", problem.why_unaligned
-    for tensor in ("q", "k", "v", "out", "dk", "dv"):
+    for tensor in ("q", "k", "v", "out", "dq", "dk", "dv"):
         reason = why(tensor)
         if reason is not None:
             return f"{unit} cannot address {tensor}: {reason}"
@@ -617,7 +641,7 @@ def _num_sms_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) ->
 def _tiles_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     batch = 1 if problem.is_packed else problem.batch
     tiles = candidate.spec.m_blocks(problem) * problem.heads_q * batch
-    if candidate.spec.kernel == "backward":  # its workspace has a row for every query
+    if candidate.spec.kernel != "forward":  # its workspace has a row for every query
         rows = tiles * candidate.spec.block_m
         return None if rows <= MAX_TILES else f"{rows} rows exceed the workspace's {MAX_TILES}"
     return None if tiles <= MAX_TILES else f"{tiles} tiles exceed the grid's {MAX_TILES}"

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cupyflash.params import BACKWARD, FORWARD, MERGE
-from cupyflash.select import KernelSpec
+from cupyflash.select import TILED_KERNELS, KernelSpec
 from cupyflash.tensor import DType
 from cupyflash.tuning import FAMILIES
 
@@ -127,6 +127,15 @@ def find_packaged(relative: str) -> Path | None:
     return None
 
 
+_LAYOUTS = {
+    "forward": "ForwardLayout",
+    "backward": "BackwardLayout",
+    "backward_keys": "BackwardLayout",
+    "backward_queries": "QueriesLayout",
+}
+"""The map of shared memory of a kernel, whose size ``tuning.py`` knows too."""
+
+
 def _text(spec: KernelSpec) -> str:
     layout = FORWARD if spec.kernel == "forward" else MERGE if spec.kernel == "merge" else BACKWARD
     offsets = "\n".join(
@@ -135,8 +144,8 @@ def _text(spec: KernelSpec) -> str:
     )
     members = "\n".join(f"  {member};" for member in _config_members(spec))
     agreement = ""
-    if spec.kernel in ("forward", "backward"):
-        layout_name = f"cf::{spec.family}::{spec.kernel.title()}Layout"
+    if spec.kernel in TILED_KERNELS:
+        layout_name = f"cf::{spec.family}::{_LAYOUTS[spec.kernel]}"
         agreement = f"""
 // cupyflash/tuning.py and the kernel agree on the shared memory of a block.
 static_assert({layout_name}<Config>::kBytes == {spec.shared_bytes});
@@ -169,7 +178,7 @@ def _config_members(spec: KernelSpec) -> list[str]:
             *spec.options,
         )
         return [element, *(f"static constexpr int k{name} = {value}" for name, value in numbers)]
-    if spec.kernel not in ("forward", "backward"):
+    if spec.kernel not in TILED_KERNELS:
         return [element, f"static constexpr int kThreads = {spec.threads}"]
     numbers = (
         ("HeadDimQk", spec.head_dim_qk),

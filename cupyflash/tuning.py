@@ -375,10 +375,48 @@ _OWN_OUTPUT: dict[str, Any] = {"OutBuffer": 1, "QStages": 2}
 """An output tile and a second Q stage of their own: tiles of one CTA overlap."""
 
 
+def query_tile(head_dim_qk: int, head_dim_v: int) -> Tile:
+    """Tile of the kernel that makes dq of wide heads: 128 queries, 64 keys a block, as many stages
+    of keys and of values as fit."""
+    stages, value_stages = (2, 1) if head_dim_v > 192 else (3, 2)
+    return Tile(
+        *(head_dim_qk, head_dim_v, 128, 64, stages, 384, "not timed", "2026-12-07"),
+        options=(("ValueStages", value_stages),),
+    )
+
+
+def query_tile_bytes(tile: Tile) -> int:
+    """Shared memory of ``query_tile``: Q, dO, the stages of K and V; a barrier of the queries, two
+    of each stage."""
+    value_stages = dict(tile.options)["ValueStages"]
+    return (
+        _tile_bytes(tile.block_m, tile.head_dim_qk + tile.head_dim_v)
+        + tile.stages * _tile_bytes(tile.block_n, tile.head_dim_qk)
+        + value_stages * _tile_bytes(tile.block_n, tile.head_dim_v)
+        + BARRIER_BYTES * (1 + 2 * tile.stages + 2 * value_stages)
+    )
+
+
+def _sm90_keys_bytes(tile: Tile) -> int:
+    """K, V, the rings of Q and dO with their rows of lse and delta, two tiles of weights, two
+    descriptions of tiles; then barriers: three for K and V, three a stage, four for weights, four
+    for tiles."""
+    widths = tile.head_dim_qk + tile.head_dim_v
+    return (
+        _tile_bytes(tile.block_n + tile.stages * tile.block_m, widths)
+        + 2 * _tile_bytes(tile.block_m, tile.block_n)
+        + 2 * FLOAT_BYTES * tile.stages * tile.block_m
+        + 2 * 64
+        + BARRIER_BYTES * (3 + 3 * tile.stages + 4 + 4)
+    )
+
+
 def _sm90_backward_bytes(tile: Tile) -> int:
     """K, V, the rings of Q and dO with their rows of lse and delta, two tiles of dS, one of dQ in
     float32, two descriptions of tiles; then barriers: three for K and V, three a stage, four for
     the parts of dQ, four for tiles."""
+    if dict(tile.options).get("Split"):
+        return _sm90_keys_bytes(tile)
     widths = tile.head_dim_qk + tile.head_dim_v
     return (
         _tile_bytes(tile.block_n + tile.stages * tile.block_m, widths)
@@ -409,6 +447,15 @@ def _sm90_backward(
     )
 
 
+def _sm90_split_backward(widths: tuple[int, int], stages: int, date: str, reason: str) -> Tile:
+    """dk and dv of 64 keys, a warpgroup each; dq by ``query_tile``."""
+    return Tile(
+        *(*widths, 64, 64, stages, 384, reason, date),
+        scheduler="persistent",
+        options=(("Split", 1),),
+    )
+
+
 # fmt: off
 _SM90_BACKWARD = Backward(
     options=(
@@ -416,6 +463,7 @@ _SM90_BACKWARD = Backward(
         Option("DqUnitColumns", 64),
         Option("DqTransposed", 0),
         Option("DqVector", 4),
+        Option("Split", 0),
     ),
     shared_bytes=_sm90_backward_bytes,
     tiles=(
@@ -426,6 +474,10 @@ _SM90_BACKWARD = Backward(
         _sm90_backward(128,  80, (64, 80), "2026-12-05", "226 KB; not timed", ("none",),
                        DqTransposed=1),
         _sm90_backward(128,  64, (64, 64), "2026-12-05", "193 KB; not timed"),
+        # Wider heads: one gradient a warpgroup.
+        _sm90_split_backward((192, 128), 4, "2026-12-07", "218 KB; not timed"),
+        _sm90_split_backward((192, 192), 3, "2026-12-07", "210 KB; not timed"),
+        _sm90_split_backward((256, 256), 2, "2026-12-07", "210 KB; not timed"),
     ),
 )
 # fmt: on
@@ -533,5 +585,7 @@ MERGE_DTYPES = (DType.bfloat16, DType.float16, DType.float32)
 MERGE_THREADS = 256
 BACKWARD_DELTA_THREADS = 256
 BACKWARD_CONVERT_THREADS = 256
+BACKWARD_CONVERT_BLOCKS = 2
+"""Blocks an SM: with four, and 64 registers a thread, transposed sums spilled 48 bytes."""
 MERGE_BLOCKS = 4
 """Threads of a block of the merge, and blocks an SM: 32 warps, 64 registers a thread; not timed."""

@@ -5,6 +5,8 @@
 //                     queries; sets dq_sums and dq_turns to zero
 //   backward          dk and dv; adds up dq in dq_sums
 //   backward_convert  dq from dq_sums
+// or, for wide heads on Hopper, backward_delta, backward_keys (dk and dv) and backward_queries
+// (dq), without sums in global memory.
 //
 // Note [Query slots]
 // What is kept of queries between the kernels lies in slots of block_m rows, so that a tile of
@@ -17,9 +19,9 @@ namespace cf {
 
 struct BackwardParams {
   // Tensor maps; zero for the sm80 family, and for arrays without elements. Rank 4, dims {head_dim,
-  // seqlen, heads, batch}; of general kernels rank 5: attn/ragged.cuh. dk and dv: 16-bit gradients
-  // only.
-  CUtensorMap q_map, k_map, v_map, dout_map, dk_map, dv_map;
+  // seqlen, heads, batch}; of general kernels rank 5: attn/ragged.cuh. dq, dk and dv: 16-bit
+  // gradients only; dq: only where it is computed by a kernel of its own.
+  CUtensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
 
   // Where sequences are packed, the dimensions batch and seqlen are one: [total, heads, head_dim].
   const void* q;            // [batch, seqlen_q, heads_q, head_dim_qk]
@@ -39,7 +41,8 @@ struct BackwardParams {
   // Workspace. Note [Query slots].
   float* row_lse;           // [heads_q, num_slots * block_m], log2; +inf: the row has no weights
   float* row_delta;         // [heads_q, num_slots * block_m]
-  float* dq_sums;           // [heads_q, num_slots, block_m * width_qk], in the order of DqOrder
+  float* dq_sums;           // [heads_q, num_slots, block_m * width_qk], in the order of DqOrder;
+                            // null: there are none
   int32_t* dq_turns;        // [heads_q, num_slots], how many key blocks have been added;
                             // null: they are added in any order
 
@@ -89,6 +92,11 @@ struct BackwardParams {
   int32_t num_n_blocks;   // ceil(seqlen_kv / kBlockN); packed: rows_kv / kBlockN + batch
   int32_t num_tiles;      // num_n_blocks * heads_kv (* batch, unless packed)
   int32_t section_heads;  // (batch, head_kv) pairs (packed: heads_kv) that are scheduled together
+
+  // The same of backward_queries: tiles of its kBlockM queries of a query head.
+  int32_t num_query_blocks;     // ceil(seqlen_q / kBlockM); packed: rows_q / kBlockM + batch
+  int32_t num_query_tiles;      // num_query_blocks * heads_q (* batch, unless packed)
+  int32_t query_section_heads;  // (batch, head_q) pairs that are scheduled together
 
   int32_t float_grads;  // dq, dk, dv are float32, not 16-bit
   int32_t accumulate;   // and what is in them is added to

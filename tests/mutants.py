@@ -85,10 +85,11 @@ class Mutant:
 
 def of_family(family: str, kernel: str = "forward") -> tuple[Mutant, ...]:
     """The mutants that a family's kernel declares."""
-    header = source.include_root() / family / f"{kernel}.cuh"
-    if not header.is_file():
-        return ()
-    text = re.sub(r"//[^\n]*", "", header.read_text())
+    folder = source.include_root() / family
+    # sm90's backward kernels share theirs.
+    headers = [folder / f"{kernel}{part}.cuh" for part in ("", "_tiles")]
+    text = "".join(header.read_text() for header in headers if header.is_file())
+    text = re.sub(r"//[^\n]*", "", text)
     enum = re.search(rf"enum {kernel.title()}Mutant[^{{]*\{{(.*?)\}}", text, re.S)
     if enum is not None:
         names = re.findall(r"\bk(\w+)", enum.group(1))

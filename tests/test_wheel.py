@@ -21,7 +21,7 @@ import pytest
 from tests.test_repository import ROOT, kernel_files, relative
 
 MAX_WHEEL_BYTES = 25_000_000
-CORE_TARGETS = ("sm_80", "sm_90a", "sm_90", "sm_100f")
+CORE_TARGETS = ("sm_80", "sm_90a", "sm_100f")
 
 
 @pytest.fixture(scope="session")

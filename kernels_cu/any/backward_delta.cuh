@@ -71,8 +71,9 @@ CF_DEVICE void prepare_slots(const BackwardParams& params) {
     const int head = flat / params.num_slots;
     const SlotRows rows(params, flat - head * params.num_slots, block_m);
     float* sums = params.dq_sums + static_cast<int64_t>(flat) * slot_floats;
+    const int sum_floats = params.dq_sums != nullptr ? slot_floats : 0;
     CF_NO_UNROLL
-    for (int i = 4 * ptx::tid(); i < slot_floats; i += 4 * Config::kThreads) {
+    for (int i = 4 * ptx::tid(); i < sum_floats; i += 4 * Config::kThreads) {
       ptx::stg128(sums + i, u32x4{0, 0, 0, 0});
     }
     if (params.dq_turns != nullptr && ptx::tid() == 0) ptx::stg32(params.dq_turns + flat, 0);

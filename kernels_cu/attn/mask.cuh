@@ -36,10 +36,12 @@ CF_DEVICE KeyRange visible_keys(const Sequence& sequence, int query) {
 }
 
 // Masks an accumulator fragment of scores: row_query[r] is the query of fragment row g + 8 r, and
-// element 4 j + e lies at key kv_start + 8 j + 2 (lane % 4) + e % 2 of row e / 2.
+// element 4 j + e lies at key kv_start + 8 j + 2 (lane % 4) + e % 2 of row e / 2. What is not
+// visible becomes `masked`.
 template <class Mask, class Sequence, int kCount>
 CF_DEVICE void mask_fragment(const Sequence& sequence, float (&s)[kCount],
-                             const int (&row_query)[2], int kv_start) {
+                             const int (&row_query)[2], int kv_start,
+                             float masked = -ptx::kInfinity) {
   const int column = kv_start + 2 * (ptx::lane() & 3);
   CF_UNROLL
   for (int row = 0; row < 2; ++row) {
@@ -52,7 +54,7 @@ CF_DEVICE void mask_fragment(const Sequence& sequence, float (&s)[kCount],
         bool visible = 8 * j + e < end;
         if constexpr (Mask::kHasLeft) visible = visible && 8 * j + e >= first;
         float& score = s[4 * j + 2 * row + e];
-        score = visible ? score : -ptx::kInfinity;
+        score = visible ? score : masked;
       }
     }
   }

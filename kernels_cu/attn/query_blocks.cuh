@@ -130,6 +130,51 @@ CF_DEVICE KeyTile decode_key_tile(const BackwardParams& params, int tile) {
           batch};
 }
 
+// --- query tiles --------------------------------------------------------------------------------
+
+struct QueryTile {
+  int m_block;  // in units of kRows queries; -1: there is no such tile
+  int head_q;
+  int batch;
+};
+
+// Tile `tile` of BackwardParams::num_query_tiles, of kRows queries of a head: in sections of heads,
+// the longest first, heads innermost.
+template <bool kGeneral, class Mask, int kRows>
+CF_DEVICE QueryTile decode_query_tile(const BackwardParams& params, int tile) {
+  if (tile >= params.num_query_tiles) return {-1, 0, 0};
+  if constexpr (kGeneral) {
+    if (params.cu_seqlens_q != nullptr) {
+      const int slot = tile / params.heads_q;
+      const auto first = [&](int batch) {
+        return first_slot(params.cu_seqlens_q, params.rows_q, batch, kRows);
+      };
+      int low = 0, high = params.batch;  // first(low) <= slot < first(high)
+      if (high == 0 || slot < first(0) || slot >= first(high)) return {-1, 0, 0};
+      while (high - low > 1) {
+        const int middle = (low + high) >> 1;
+        (first(middle) <= slot ? low : high) = middle;
+      }
+      const DeviceSequence sequence(params, low);
+      const int needed = ceil_div(sequence.seqlen_q(), kRows);
+      const int row = slot - first(low);
+      if (row >= needed) return {-1, 0, low};
+      return {Mask::kHasRight ? needed - 1 - row : row, tile - slot * params.heads_q, low};
+    }
+  }
+  const int all_heads = params.batch * params.heads_q;
+  const int per_section = params.query_section_heads * params.num_query_blocks;
+  const int section = tile / per_section;
+  const int first_head = section * params.query_section_heads;
+  const int heads = min(params.query_section_heads, all_heads - first_head);
+  const int rest = tile - section * per_section;
+  const int row = rest / heads;
+  const int flat_head = first_head + rest - row * heads;
+  const int batch = flat_head / params.heads_q;
+  return {Mask::kHasRight ? params.num_query_blocks - 1 - row : row,
+          flat_head - batch * params.heads_q, batch};
+}
+
 // When key block `n_block` may add to query block `m_block`, counted in blocks that have: the order
 // of the additions. Under a right-bounded mask a query's last key block comes first (the blocks
 // begin on the diagonal, so none waits for long), without one its first.

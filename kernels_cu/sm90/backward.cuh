@@ -1,5 +1,5 @@
 // Backward attention for Hopper (sm_90a): dq, dk and dv from dout, by recomputing the probabilities
-// from the log-sum-exp. Head dimensions up to 128; wider ones: sm80/backward.cuh.
+// from the log-sum-exp. Head dimensions up to 128; wider ones: backward_keys.cuh.
 //
 // Algorithm: FlashAttention-2 and -3 (Dao 2023, arXiv 2307.08691; Shah et al. 2024, arXiv
 // 2407.08608): a CTA owns a block of keys of one key head and walks the blocks of queries that see
@@ -42,53 +42,17 @@
 // Between two tiles nothing overlaps in the consumers but the other warpgroup; the producer loads
 // ahead as far as its rings reach.
 #pragma once
-#include "attn/grad_padding.cuh"
-#include "attn/grads.cuh"
 #include "attn/query_blocks.cuh"
 #include "attn/query_slots.cuh"
 #include "attn/ragged.cuh"
 #include "attn/softcap.cuh"
 #include "backward_params.cuh"
 #include "ptx/ptx.cuh"
+#include "sm90/backward_tiles.cuh"
 #include "tile/layout.cuh"
 #include "tile/pipeline.cuh"
 
 namespace cf::sm90 {
-
-inline constexpr int kWarpgroupThreads = 128;
-inline constexpr int kWarpgroupRows = 64;
-inline constexpr int kConsumers = 2;  // warpgroups
-inline constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
-
-// Named barriers (0 is the CTA's).
-inline constexpr int kScoresBarrier = 1;    // dS of a step is in shared memory: all consumers
-inline constexpr int kEpilogueBarrier = 2;  // + w: the threads of consumer warpgroup w
-
-// One synchronisation taken out each: every one of them must be caught by the emulator.
-inline constexpr int kBackwardMutants = 19;
-enum BackwardMutant {
-  kNoKFullWait = 1,
-  kNoVFullWait,
-  kNoQFullWait,
-  kNoDoutFullWait,
-  kNoQEmptyWait,
-  kNoKvEmptyWait,
-  kNoProductWait,
-  kEarlyQRelease,
-  kNoScoresFence,
-  kNoScoresBarrier,
-  kNoSumsFence,
-  kNoSumsFullWait,
-  kNoSumsEmptyWait,
-  kEarlySumsRelease,
-  kNoOutputFence,
-  kNoOutputBarrier,
-  kNoOutputReadWait,
-  kNoTileFullWait,
-  kNoTileEmptyWait,
-};
-template <BackwardMutant kId>
-inline constexpr bool kKept = ptx::kMutant != kId;
 
 template <class Config>
 struct BackwardLayout {
@@ -178,312 +142,6 @@ CF_DEVICE void initialize_barriers(saddr smem) {
   }
   ptx::fence_mbarrier_init();
 }
-
-// A whole warp waits where one lane goes on to do something: none may still be waiting when the
-// phase after the next, of the same parity, has begun.
-CF_DEVICE void await_as_warp(saddr barrier, uint32_t parity) {
-  ptx::mbarrier_wait(barrier, parity);
-  ptx::warp_sync();
-}
-
-// --- tiles --------------------------------------------------------------------------------------
-
-// A tile of this CTA's stream in shared memory, as the scheduler described it. Members are read
-// where they are needed rather than kept in registers.
-template <class Config>
-struct TileSlot {
-  saddr words;
-
-  CF_DEVICE int word(int i) const { return static_cast<int>(ptx::lds32(words + 4u * i)); }
-  // Query blocks that are visited of each query head, at least 1; -1: the stream ends.
-  CF_DEVICE int count() const { return word(0); }
-  CF_DEVICE int first() const { return word(1); }  // the block with the smallest index
-  CF_DEVICE int start() const { return word(2); }  // how far behind it the walk starts
-  CF_DEVICE int key_begin() const { return word(3); }  // within the sequence
-  CF_DEVICE int head_kv() const { return word(4); }
-  CF_DEVICE int batch() const { return word(5); }       // index into the arrays
-  CF_DEVICE int first_slot() const { return word(6); }  // of the sequence's queries
-  CF_DEVICE int full_begin() const { return word(7); }  // QueryBlocks
-  CF_DEVICE int full_end() const { return word(8); }
-
-  // General kernels: the members of a Sequence.
-  CF_DEVICE int q_begin() const { return word(9); }
-  CF_DEVICE int kv_begin() const { return word(10); }
-  CF_DEVICE int seqlen_q() const { return word(11); }
-  CF_DEVICE int seqlen_kv() const { return word(12); }
-  CF_DEVICE int left() const { return word(13); }
-  CF_DEVICE int right() const { return word(14); }
-
-  CF_DEVICE auto sequence(const BackwardParams& params) const {
-    if constexpr (Config::kGeneral != 0) {
-      return *this;
-    } else {
-      return FixedSequence<BackwardParams>{params, 0};
-    }
-  }
-
-  template <class Blocks, class Sequence>
-  CF_DEVICE void describe(const Blocks& blocks, int start, int key_begin, int head_kv, int batch,
-                          int first_slot, const Sequence& sequence) const {
-    const auto u = [](int x) { return static_cast<uint32_t>(x); };
-    ptx::sts128(words, {u(blocks.count()), u(blocks.first), u(start), u(key_begin)});
-    ptx::sts128(words + 16, {u(head_kv), u(batch), u(first_slot), u(blocks.full_begin)});
-    ptx::sts128(words + 32, {u(blocks.full_end), u(sequence.q_begin()), u(sequence.kv_begin()),
-                             u(sequence.seqlen_q())});
-    if constexpr (Config::kGeneral != 0) {
-      ptx::sts128(words + 48,
-                  {u(sequence.seqlen_kv()), u(sequence.left()), u(sequence.right()), 0});
-    }
-  }
-};
-
-// The place of a role in the stream of tiles.
-template <class Config>
-struct TileStream {
-  using Layout = BackwardLayout<Config>;
-  saddr smem;
-  RingPlace<Layout::kTileSlots> place;
-
-  CF_DEVICE TileSlot<Config> slot() const {
-    return {smem + static_cast<uint32_t>(Layout::kTiles + place.stage * Layout::kTileBytes)};
-  }
-  CF_DEVICE TileSlot<Config> await() const {
-    if constexpr (kKept<kNoTileFullWait>) {
-      ptx::mbarrier_wait(barrier_at(smem + Layout::kTileFull, place.stage), place.phase);
-    }
-    return slot();
-  }
-  // Called by one thread whose role no longer reads the tile.
-  CF_DEVICE void release() const {
-    ptx::mbarrier_arrive(barrier_at(smem + Layout::kTileEmpty, place.stage));
-  }
-};
-
-// The steps of a tile: the query blocks of the first query head of the group, of the second, ...
-struct Steps {
-  int count, first;
-  int head;     // query head
-  int m_block;  // of the step
-  int left;     // steps that are still to come, with this one
-
-  CF_DEVICE Steps(int count, int first, int start, int first_head, int heads)
-      : count(count), first(first), head(first_head), m_block(first + start), left(count * heads),
-        left_of_head(count) {}
-  CF_DEVICE void advance() {
-    --left;
-    if (++m_block == first + count) m_block = first;
-    if (--left_of_head == 0) {
-      left_of_head = count;
-      ++head;
-    }
-  }
-
- private:
-  int left_of_head;
-};
-template <class Config>
-CF_DEVICE Steps steps_of(const BackwardParams& params, const TileSlot<Config>& tile) {
-  return {ptx::warp_uniform(tile.count()), ptx::warp_uniform(tile.first()),
-          ptx::warp_uniform(tile.start()), ptx::warp_uniform(tile.head_kv()) * params.group,
-          params.group};
-}
-
-// --- scheduler ----------------------------------------------------------------------------------
-
-// One warp: deals out this CTA's tiles: the first by position, then whichever is next (or, without
-// a counter, every so many). With turns all are claimed: a tile waits for tiles of smaller numbers,
-// which have then been taken by CTAs that run, whatever else keeps the GPU busy.
-template <class Config>
-struct Scheduler {
-  using Layout = BackwardLayout<Config>;
-  using Element = typename Config::Element;
-  using Mask = typename Config::Mask;
-  using Sequence = typename SequenceOf<Config::kGeneral != 0, BackwardParams>::Type;
-
-  const BackwardParams& params;
-  TileStream<Config> stream;
-
-  CF_DEVICE int claim(bool leaves_zero) const {
-    int claimed = 0;
-    if (ptx::lane() == 0) {
-      claimed = ptx::atomic_add(params.tile_counter, 1);
-      // Every CTA makes one claim in vain; the last one leaves the counter at 0.
-      if (leaves_zero && claimed == params.num_tiles - 1) ptx::stg32(params.tile_counter, 0);
-    }
-    return static_cast<int>(ptx::shfl_idx(static_cast<uint32_t>(claimed), 0));
-  }
-  CF_DEVICE int first_tile() const {
-    return params.dq_turns != nullptr ? claim(false) : ptx::cta_idx();
-  }
-  CF_DEVICE int next_tile(int tile) const {
-    if (params.dq_turns != nullptr) return claim(false);
-    if (params.tile_counter == nullptr) return tile + ptx::num_ctas();
-    return claim(true) + ptx::num_ctas();
-  }
-
-  CF_DEVICE void run() {
-    CF_NO_UNROLL
-    for (int tile = first_tile();; tile = next_tile(tile)) {
-      if constexpr (kKept<kNoTileEmptyWait>) {
-        await_as_warp(barrier_at(stream.smem + Layout::kTileEmpty, stream.place.stage),
-                      stream.place.phase ^ 1);
-      }
-      if (tile >= params.num_tiles) break;
-      const KeyTile work = decode_key_tile<Config, Mask>(params, tile);
-      if (work.n_block >= 0) deal(work);
-    }
-    if (ptx::lane() == 0) ptx::sts32(stream.slot().words, ~0u);  // count -1
-    end_slot();
-    if constexpr (Config::kGeneral != 0) {
-      write_grad_padding<Element>(params, ptx::cta_idx(), ptx::num_ctas());
-    }
-  }
-  CF_DEVICE void deal(const KeyTile& work) {
-    const Sequence sequence{params, work.batch};
-    const int key_begin = work.n_block * Config::kBlockN;
-    if (key_begin >= sequence.seqlen_kv()) return;  // seqused_kv: write_grad_padding
-    const QueryBlocks<Mask, Config::kBlockM, Config::kBlockN> blocks(sequence, key_begin);
-    // Packed sequences share one batch of the arrays.
-    const int array_batch = params.cu_seqlens_kv != nullptr ? 0 : work.batch;
-    if (blocks.count() <= 0) {
-      const int end = min(key_begin + Config::kBlockN, sequence.seqlen_kv());
-      write_zero_grads<Element>(params, array_batch, work.head_kv,
-                                sequence.kv_begin() + key_begin, sequence.kv_begin() + end);
-      return;
-    }
-    // The key blocks of a head start at different query blocks, so that they do not all add to the
-    // same rows of dq at a time. (Under a right-bounded mask their first ones differ anyway.)
-    int start = 0;
-    if (!Mask::kHasRight && params.dq_turns == nullptr) {
-      start = static_cast<int>(static_cast<int64_t>(key_begin) * blocks.count() /
-                               sequence.seqlen_kv());
-    }
-    if (ptx::lane() == 0) {
-      stream.slot().describe(blocks, start, key_begin, work.head_kv, array_batch,
-                             query_slot(params, work.batch, 0, Config::kBlockM), sequence);
-    }
-    end_slot();
-  }
-  CF_DEVICE void end_slot() {
-    if (ptx::lane() == 0) {
-      ptx::mbarrier_arrive(barrier_at(stream.smem + Layout::kTileFull, stream.place.stage));
-    }
-    stream.place.advance();
-  }
-};
-
-// --- producer -----------------------------------------------------------------------------------
-
-// One warp: keys and values of every tile, queries and output gradients of every step, each with
-// its rows of lse or delta.
-template <class Config>
-struct Producer {
-  using Layout = BackwardLayout<Config>;
-  using QkTile = typename Layout::QkTile;
-  using VTile = typename Layout::VTile;
-  static constexpr bool kGeneral = Config::kGeneral != 0;
-
-  const BackwardParams& params;
-  const saddr smem;
-  const bool elected;  // the whole warp walks the stream (its state is uniform), one thread issues
-  TileStream<Config> stream;
-  RingPlace<1> kv_place;
-  RingPlace<Config::kStages> place;
-
-  // Rows of an array that tiles are taken from, with what its tensor map needs to know.
-  struct Source {
-    const CUtensorMap* map;
-    int batch_rows;
-    TileRows<kGeneral> rows;
-  };
-
-  template <class Tile>
-  CF_DEVICE void load(saddr dst, saddr full, const Source& source, int tile_rows, int row,
-                      int head, uint64_t policy) const {
-    CF_UNROLL
-    for (int c = 0; c < Tile::kChunks; ++c) {
-      source.rows.load(dst + c * Tile::chunk_bytes(tile_rows), source.map, full, c * Tile::kChunk,
-                       row, head, source.batch_rows, policy);
-    }
-  }
-  CF_DEVICE void load_keys(const Source& source, const TileSlot<Config>& tile) {
-    if constexpr (kKept<kNoKvEmptyWait>) {
-      await_as_warp(smem + Layout::kKvEmpty, kv_place.phase ^ 1);
-    }
-    if (!elected) return;
-    ptx::mbarrier_arrive_expect_tx(smem + Layout::kKFull, Layout::kKBytes);
-    load<QkTile>(smem + Layout::kK, smem + Layout::kKFull, source, Config::kBlockN,
-                 tile.key_begin(), tile.head_kv(), ptx::kEvictFirst);
-  }
-  CF_DEVICE void load_values(const Source& source, const TileSlot<Config>& tile) {
-    if (elected) {
-      ptx::mbarrier_arrive_expect_tx(smem + Layout::kVFull, Layout::kVBytes);
-      load<VTile>(smem + Layout::kV, smem + Layout::kVFull, source, Config::kBlockN,
-                  tile.key_begin(), tile.head_kv(), ptx::kEvictFirst);
-    }
-    kv_place.advance();
-  }
-  CF_DEVICE saddr rows_smem(int which) const {
-    return smem + static_cast<uint32_t>(Layout::kRows +
-                                        (2 * place.stage + which) * Layout::kRowBytes);
-  }
-  CF_DEVICE int64_t row_of(const Steps& step, int first_slot) const {
-    return (static_cast<int64_t>(step.head) * params.num_slots + first_slot + step.m_block) *
-           Config::kBlockM;
-  }
-  CF_DEVICE void load_queries(const Source& source, const Steps& step, int first_slot) {
-    const saddr full = barrier_at(smem + Layout::kQFull, place.stage);
-    if constexpr (kKept<kNoQEmptyWait>) {
-      await_as_warp(barrier_at(smem + Layout::kQEmpty, place.stage), place.phase ^ 1);
-    }
-    if (!elected) return;
-    ptx::mbarrier_arrive_expect_tx(full, Layout::kQBytes + Layout::kRowBytes);
-    load<QkTile>(smem + Layout::kQ + place.stage * Layout::kQBytes, full, source, Config::kBlockM,
-                 step.m_block * Config::kBlockM, step.head, ptx::kEvictLast);
-    ptx::bulk_load(rows_smem(0), params.row_lse + row_of(step, first_slot), Layout::kRowBytes,
-                   full);
-  }
-  // Behind load_queries, which has waited until the slot of both is free.
-  CF_DEVICE void load_dout(const Source& source, const Steps& step, int first_slot) {
-    const saddr full = barrier_at(smem + Layout::kDoutFull, place.stage);
-    if (!elected) return;
-    ptx::mbarrier_arrive_expect_tx(full, Layout::kDoutBytes + Layout::kRowBytes);
-    load<VTile>(smem + Layout::kDout + place.stage * Layout::kDoutBytes, full, source,
-                Config::kBlockM, step.m_block * Config::kBlockM, step.head, ptx::kEvictLast);
-    ptx::bulk_load(rows_smem(1), params.row_delta + row_of(step, first_slot), Layout::kRowBytes,
-                   full);
-  }
-
-  CF_DEVICE void run() {
-    for (;;) {
-      const TileSlot<Config> tile = stream.await();
-      const int count = ptx::warp_uniform(tile.count());
-      if (count < 0) break;
-      TileRows<kGeneral> rows_q{0, 0, ptx::warp_uniform(tile.batch())};
-      TileRows<kGeneral> rows_kv = rows_q;
-      if constexpr (kGeneral) {
-        rows_q.begin = ptx::warp_uniform(tile.q_begin());
-        rows_q.length = ptx::warp_uniform(tile.seqlen_q());
-        rows_kv.begin = ptx::warp_uniform(tile.kv_begin());
-        rows_kv.length = ptx::warp_uniform(tile.seqlen_kv());
-      }
-      const int first_slot = ptx::warp_uniform(tile.first_slot());
-      bool first = true;
-      CF_NO_UNROLL
-      for (Steps step = steps_of(params, tile); step.left > 0; step.advance()) {
-        if (first) load_keys({&params.k_map, params.k_batch_rows, rows_kv}, tile);
-        load_queries({&params.q_map, params.q_batch_rows, rows_q}, step, first_slot);
-        if (first) load_values({&params.v_map, params.v_batch_rows, rows_kv}, tile);
-        load_dout({&params.dout_map, params.dout_batch_rows, rows_q}, step, first_slot);
-        place.advance();
-        first = false;
-      }
-      ptx::warp_sync();  // all lanes have read the tile
-      if (ptx::lane() == 0) stream.release();
-      stream.place.advance();
-    }
-  }
-};
 
 // --- writer -------------------------------------------------------------------------------------
 
@@ -617,36 +275,11 @@ struct Consumer {
     return smem + Layout::kScores + score_place.stage * Layout::kScoreBytes;
   }
 
-  // S^T = K Q^T or dP^T = V dO^T: this warpgroup's 64 rows of A, both operands along their columns;
-  // one commit group.
+  // S^T = K Q^T or dP^T = V dO^T: this warpgroup's 64 keys.
   template <class Tile>
-  CF_DEVICE void issue_outer(Scores& s, saddr a_tile, saddr b_tile) const {
-    using Operand = Descriptor<Tile>;
-    const uint32_t a = Operand::k_major(a_tile + warpgroup * Tile::chunk_bytes(kWarpgroupRows));
-    const uint32_t b = Operand::k_major(b_tile);
-    ptx::wgmma_pin(s);
-    ptx::wgmma_fence();
-    CF_UNROLL
-    for (int step = 0; step < Tile::kColumns / 16; ++step) {
-      ptx::wgmma_ss<Element, kBlockM, Operand::kHigh, Operand::kHigh, 0>(
-          s, a + Operand::k_step(kBlockN, step), b + Operand::k_step(kBlockM, step), step > 0);
-    }
-    ptx::wgmma_commit();
-  }
-  // dV += P^T dO or dK += dS^T Q: A from registers, B along its rows; one commit group.
-  template <class Tile>
-  CF_DEVICE void issue_inner(float (&grad)[Tile::kColumns / 2], const Packed& a, saddr b_tile,
-                             bool accumulate) const {
-    using Operand = Descriptor<Tile>;
-    const uint32_t b = Operand::mn_major(b_tile, kBlockM);
-    ptx::wgmma_pin(grad);
-    ptx::wgmma_fence();
-    CF_UNROLL
-    for (int step = 0; step < kStepsM; ++step) {
-      ptx::wgmma_rs<Element, Tile::kColumns, Operand::kHigh, 1>(
-          grad, a[step], b + Operand::mn_step(step), accumulate || step > 0);
-    }
-    ptx::wgmma_commit();
+  CF_DEVICE void issue_scores(Scores& s, saddr a_tile, saddr b_tile) const {
+    issue_outer<Element, Tile, kBlockN, kBlockM>(
+        s, a_tile + warpgroup * Tile::chunk_bytes(kWarpgroupRows), b_tile);
   }
   // This warpgroup's part of dQ = dS K; one commit group.
   template <int kColumns>
@@ -674,22 +307,15 @@ struct Consumer {
     }
     ptx::wgmma_commit();
   }
-  // Waits until at most kPending groups of products are under way; `result` is then complete.
-  template <int kPending, int kCount>
-  CF_DEVICE static void await_products(float (&result)[kCount]) {
-    if constexpr (kKept<kNoProductWait>) ptx::wgmma_wait<kPending>();
-    ptx::wgmma_pin(result);
-  }
 
   // --- weights
 
   // Of the rows of the step at `place`, this thread's in columns 8 j, 8 j + 1 further on.
   CF_DEVICE void read_rows(float (&values)[2], int which, int j) const {
-    const u32x2 pair = ptx::lds64(
-        smem + static_cast<uint32_t>(Layout::kRows + (2 * place.stage + which) * Layout::kRowBytes +
-                                     32 * j + 8 * (ptx::lane() & 3)));
-    values[0] = ptx::bits_float(pair.x);
-    values[1] = ptx::bits_float(pair.y);
+    read_row_pair(values,
+                  smem + static_cast<uint32_t>(Layout::kRows +
+                                               (2 * place.stage + which) * Layout::kRowBytes),
+                  j);
   }
   CF_DEVICE int first_key(const TileSlot<Config>& tile) const {
     return tile.key_begin() + warpgroup * kWarpgroupRows + 16 * (ptx::warp() % 4) +
@@ -760,12 +386,6 @@ struct Consumer {
       for (int e = 0; e < 4; ++e) dp[4 * j + e] = p[4 * j + e] * (dp[4 * j + e] - delta[e & 1]);
     }
   }
-  CF_DEVICE static void pack(Packed& packed, const Scores& s) {
-    CF_UNROLL
-    for (int i = 0; i < kBlockM / 4; ++i) {
-      packed[i / 4][i % 4] = ptx::pack2<Element>(s[2 * i], s[2 * i + 1]);
-    }
-  }
   // dS^T in registers to dS in shared memory, where a row is a query.
   CF_DEVICE void store_scores(const Packed& ds) const {
     const int lane = ptx::lane();
@@ -809,7 +429,7 @@ struct Consumer {
     float sums[kColumns / 2];
     issue_sums<kColumns>(sums);
     await_products<1>(dv);
-    issue_inner<QkTile>(dk, ds, q_tile(), accumulate);
+    issue_inner<Element, QkTile>(dk, ds, q_tile(), accumulate);
     await_products<1>(sums);
     hand_over_sums<kColumns>(sums);
     sums_place.advance();
@@ -834,11 +454,11 @@ struct Consumer {
     if constexpr (kKept<kNoQFullWait>) {
       ptx::mbarrier_wait(barrier_at(smem + Layout::kQFull, place.stage), place.phase);
     }
-    issue_outer<QkTile>(s, smem + Layout::kK, q_tile());
+    issue_scores<QkTile>(s, smem + Layout::kK, q_tile());
     if constexpr (kKept<kNoDoutFullWait>) {
       ptx::mbarrier_wait(barrier_at(smem + Layout::kDoutFull, place.stage), place.phase);
     }
-    issue_outer<VTile>(dp, smem + Layout::kV, dout_tile());
+    issue_scores<VTile>(dp, smem + Layout::kV, dout_tile());
     const bool partial = is_partial(tile, m_block);
     await_products<1>(s);
     const int query_begin = m_block * kBlockM;
@@ -852,15 +472,15 @@ struct Consumer {
       exponentiate(s);
       if (kBounded && partial) mask(s, tile, query_begin);
       await_products<0>(dp);
-      pack(p, s);
+      pack_operand<Element>(p, s);
       differentiate(dp, s);
     }
     // Weights of 0 would do but for NaN in what they hide.
     if (kBounded && partial) mask(dp, tile, query_begin);
-    pack(ds, dp);
+    pack_operand<Element>(ds, dp);
     if (!kBounded && partial) drop_absent_keys(ds, tile);
     store_scores(ds);
-    issue_inner<VTile>(dv, p, dout_tile(), accumulate);
+    issue_inner<Element, VTile>(dv, p, dout_tile(), accumulate);
     if constexpr (kKept<kNoScoresFence>) ptx::fence_proxy_async();
     if constexpr (kKept<kNoScoresBarrier>) {
       ptx::named_barrier_sync(kScoresBarrier, kConsumerThreads);
@@ -928,8 +548,9 @@ struct Consumer {
       write_directly<kWidthV>(dv, tile, params.dv, params.dv_stride_batch,
                               params.dv_stride_seqlen, params.dv_stride_head, params.head_dim_v);
     } else {
-      stage<QkTile>(smem + Layout::kK, dk);
-      stage<VTile>(smem + Layout::kV, dv);
+      const int row = warpgroup * kWarpgroupRows;
+      stage_grad<Element, QkTile, kBlockN>(smem + Layout::kK, row, dk);
+      stage_grad<Element, VTile, kBlockN>(smem + Layout::kV, row, dv);
       if constexpr (kKept<kNoOutputFence>) ptx::fence_proxy_async();
     }
     // Everything this warpgroup had to write, and read of the tile but by its leader.
@@ -945,34 +566,14 @@ struct Consumer {
     ptx::mbarrier_arrive(smem + Layout::kKvEmpty);
   }
   template <class Tile>
-  CF_DEVICE void stage(saddr tile_smem, const float (&grad)[Tile::kColumns / 2]) const {
-    const int lane = ptx::lane();
-    const int row = warpgroup * kWarpgroupRows + 16 * (ptx::warp() % 4) + (lane & 15);
-    CF_UNROLL
-    for (int j = 0; j < Tile::kColumns / 16; ++j) {
-      uint32_t r[4];
-      CF_UNROLL
-      for (int m = 0; m < 4; ++m) {
-        r[m] = ptx::pack2<Element>(grad[8 * j + 2 * m], grad[8 * j + 2 * m + 1]);
-      }
-      ptx::stmatrix_x4(tile_smem + Tile::granule_offset(kBlockN, row, 2 * j + (lane >> 4)), r[0],
-                       r[1], r[2], r[3]);
-    }
-  }
-  template <class Tile>
   CF_DEVICE void store(const CUtensorMap* map, saddr tile_smem,
                        const TileSlot<Config>& tile) const {
     const auto sequence = tile.sequence(params);
     const int row = tile.key_begin() + warpgroup * kWarpgroupRows;
     if (row >= sequence.seqlen_kv()) return;
     const TileRows<kGeneral> rows{sequence.kv_begin(), sequence.seqlen_kv(), tile.batch()};
-    CF_UNROLL
-    for (int c = 0; c < Tile::kChunks; ++c) {
-      rows.store(map,
-                 tile_smem + c * Tile::chunk_bytes(kBlockN) +
-                     warpgroup * Tile::chunk_bytes(kWarpgroupRows),
-                 c * Tile::kChunk, row, tile.head_kv(), params.rows_kv);
-    }
+    store_grad<Tile, kBlockN>(map, tile_smem, warpgroup * kWarpgroupRows, rows, row,
+                              tile.head_kv(), params.rows_kv);
   }
   template <int kWidth>
   CF_DEVICE void write_directly(const float (&grad)[kWidth / 2], const TileSlot<Config>& tile,
@@ -981,17 +582,9 @@ struct Consumer {
     const auto sequence = tile.sequence(params);
     const int key = first_key(tile);
     const int64_t offset = tile.batch() * stride_batch + tile.head_kv() * stride_head +
-                           (sequence.kv_begin() + key) * stride_seqlen + 2 * (ptx::lane() & 3);
-    CF_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      if (key + 8 * r >= sequence.seqlen_kv()) continue;
-      CF_UNROLL
-      for (int j = 0; j < kWidth / 8; ++j) {
-        if (8 * j >= head_dim) continue;
-        add_or_write_grads<Element>(params, gmem, offset + 8 * r * stride_seqlen + 8 * j,
-                                    grad[4 * j + 2 * r], grad[4 * j + 2 * r + 1]);
-      }
-    }
+                           (sequence.kv_begin() + key) * stride_seqlen;
+    write_grad<Element, kWidth>(params, grad, gmem, offset, stride_seqlen,
+                                sequence.seqlen_kv() - key, head_dim);
   }
 };
 
