@@ -592,7 +592,10 @@ def _working_errors(
         for block in _blocks(q, k, v, options, working):
             p, row_lse = _softmax(block.scores, block.visible)
             visible = block.visible & (row_lse != -np.inf)[:, None]
-            d_out: NDArray = dout[block.rows].astype(working)
+            # Rows that see nothing have no part in the sums, whatever they hold.
+            empty = ~visible.any(axis=1)[:, None]
+            d_out: NDArray = np.where(empty, 0, dout[block.rows].astype(working))
+            queries = np.where(empty, 0, block.queries)
             dp = d_out @ block.values.T
             delta = (p * dp).sum(axis=1)
             if dlse is not None:
@@ -605,7 +608,7 @@ def _working_errors(
             p_error, ds_error = (np.where(visible, x, 0) for x in (p_error, ds_error))
 
             dq[block.rows] = scale * (ds_error @ np.abs(block.keys))
-            dk[block.all_keys] += scale * (ds_error.T @ np.abs(block.queries))
+            dk[block.all_keys] += scale * (ds_error.T @ np.abs(queries))
             dv[block.all_keys] += p_error.T @ np.abs(d_out)
     return dq, dk, dv
 

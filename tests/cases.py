@@ -182,10 +182,13 @@ class Case:
 
     @cached_property
     def gradients(self) -> tuple[Placed, NDArray]:
-        """Gradients of a loss with respect to out and lse, for the backward pass; normal."""
+        """Gradients of a loss with respect to out and lse, for the backward pass; normal, and NaN
+        in the rows of out that see no key: what they hold must not matter."""
         rng = np.random.default_rng(zlib.crc32(f"{self.name} backward".encode()))
         dlse = 0.1 * rng.standard_normal(self.expected.lse.shape)
-        return self.place(rng.standard_normal(self.out_shape)), dlse.astype(self.row_dtype)
+        dout = rng.standard_normal(self.out_shape)
+        dout[self.expected.lse.transpose(0, 2, 1) == -np.inf] = np.nan
+        return self.place(dout), dlse.astype(self.row_dtype)
 
     @property
     def row_dtype(self) -> type:
@@ -604,12 +607,14 @@ class GeneralCase:
 
     @cached_property
     def dout(self) -> NDArray:
-        """Gradient of a loss with respect to out; NaN in rows of no sequence."""
+        """Gradient of a loss with respect to out; NaN in rows of no sequence and in those that see
+        no key."""
         rng = np.random.default_rng(zlib.crc32(f"{self.name} backward".encode()))
         dout = self.nan_output()
         for b in range(self.batch):
             rows = self.sequence(dout, 0, b)
             rows[...] = rng.standard_normal(rows.shape)
+            rows[self._expected[b].lse[0].T == -np.inf] = np.nan
         return dout
 
     def grads_problem(self, grads: tuple[NDArray, NDArray, NDArray]) -> str | None:

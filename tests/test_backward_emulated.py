@@ -187,6 +187,27 @@ def test_a_broadcast_gradient_is_as_good_as_a_copy(target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(
+    "mask", [{"causal": True}, {"window": (20, None), "align": "top_left"}], ids=str
+)
+def test_rows_that_see_no_key_may_hold_anything(
+    target: str, head_dim: int, mask: dict[str, Any]
+) -> None:
+    """Also in blocks with rows that see some: the first (causal) or the last (window)."""
+    case = Case("backward_keyless", 200, 70, heads_q=2, head_dim=head_dim, **mask)
+    path = EmulatedPath(target, {"num_sms": 1, "schedule": "late"})
+    clean = device_arrays(path, case)
+    q, lse = case.inputs[0].bshd.copy(), case.forward_results[1]
+    q[lse.transpose(0, 2, 1) == -np.inf] = np.nan
+    assert np.isnan(q).any() and not np.isnan(q).all()
+    poisoned = [clean[0], path.array(q), *clean[2:]]
+    grads = cupyflash.attention_backward(*poisoned, dlse=path.array(case.gradients[1]), **mask)
+    comparison = case.expected_grads.compare(*(x.numpy() for x in grads))
+    assert comparison.ok, comparison.problem
+
+
+@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("widths", [(128, 96), (128, 80), (192, 128), (64, 128)], ids=str)
 def test_values_of_another_width(target: str, widths: tuple[int, int]) -> None:
     """Public case B15: d_qk != d_v."""

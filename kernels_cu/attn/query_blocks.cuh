@@ -52,6 +52,18 @@ struct QueryBlocks {
   }
 };
 
+// Of the queries of the block from `query_begin` on, counted from there, those that may see a key:
+// [first, end). The others have no weights; the end of the queries is not looked at.
+template <class Mask, int kBlockM, class Sequence>
+CF_DEVICE QueryRange queries_with_keys(const Sequence& sequence, int query_begin) {
+  QueryRange range{0, kBlockM};
+  if constexpr (Mask::kHasRight) range.first = max(0, -sequence.right() - query_begin);
+  if constexpr (Mask::kHasLeft) {
+    range.end = min(kBlockM, sequence.seqlen_kv() - sequence.left() - query_begin);
+  }
+  return range;
+}
+
 // Puts `masked` in place of the masked elements of an accumulator fragment of transposed scores:
 // row_key[r] is the key of fragment row g + 8 r, and element 4 j + e is at query query_start + 8 j
 // + 2 (lane % 4) + e % 2 of row e / 2. Keys behind the last one are masked too; queries behind the

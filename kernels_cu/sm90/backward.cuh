@@ -441,6 +441,12 @@ struct Consumer {
     if (leader) ptx::mbarrier_arrive(barrier_at(smem + Layout::kQEmpty, place.stage));
   }
 
+  CF_DEVICE void await_dout() const {
+    if constexpr (kKept<kNoDoutFullWait>) {
+      ptx::mbarrier_wait(barrier_at(smem + Layout::kDoutFull, place.stage), place.phase);
+    }
+  }
+
   // Without a bound of the mask, all blocks of a tile are alike.
   static constexpr bool kBounded = Mask::kHasLeft || Mask::kHasRight;
   CF_DEVICE static bool is_partial(const TileSlot<Config>& tile, int m_block) {
@@ -454,14 +460,16 @@ struct Consumer {
     if constexpr (kKept<kNoQFullWait>) {
       ptx::mbarrier_wait(barrier_at(smem + Layout::kQFull, place.stage), place.phase);
     }
-    issue_scores<QkTile>(s, smem + Layout::kK, q_tile());
-    if constexpr (kKept<kNoDoutFullWait>) {
-      ptx::mbarrier_wait(barrier_at(smem + Layout::kDoutFull, place.stage), place.phase);
-    }
-    issue_scores<VTile>(dp, smem + Layout::kV, dout_tile());
     const bool partial = is_partial(tile, m_block);
-    await_products<1>(s);
     const int query_begin = m_block * kBlockM;
+    if (kBounded && partial) {
+      clear_rows_without_keys<Config>(tile.sequence(params), query_begin, q_tile(), dout_tile(),
+                                      [&] { await_dout(); });
+    }
+    issue_scores<QkTile>(s, smem + Layout::kK, q_tile());
+    await_dout();
+    issue_scores<VTile>(dp, smem + Layout::kV, dout_tile());
+    await_products<1>(s);
     const bool capped = kGeneral && params.softcap != 0.0f;
     Packed p, ds;
     if (capped) {

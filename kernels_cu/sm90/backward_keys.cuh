@@ -188,7 +188,14 @@ struct Consumer {
 
   // --- the first product of the step at `place`, and what it leads to
 
-  CF_DEVICE void issue_first(Scores& s) const {
+  CF_DEVICE void issue_first(Scores& s, const TileSlot<Config>& tile, int m_block) const {
+    if (kBounded && is_partial(tile, m_block)) {
+      clear_rows_without_keys<Config>(tile.sequence(params), m_block * kBlockM, q_tile(),
+                                      dout_tile(), [&] {
+                                        await_queries();
+                                        await_dout();
+                                      });
+    }
     if constexpr (kForKeys) {
       await_dout();
       issue_outer<Element, VTile, kBlockN, kBlockM>(s, smem + Layout::kV, dout_tile());
@@ -312,10 +319,11 @@ struct Consumer {
 
   // --- a tile
 
-  // From the first product of a step, under way, to the second and the next step's first.
+  // From the first product of a step, under way, to the second and the first of the next step, of
+  // query block `next_block`.
   template <bool kLast>
   CF_DEVICE void step(Grad& grad, Scores& s, const TileSlot<Config>& tile, int m_block,
-                      bool accumulate) {
+                      int next_block, bool accumulate) {
     Packed packed;
     await_products<0>(s);
     ptx::wgmma_pin(grad);
@@ -332,7 +340,7 @@ struct Consumer {
       issue_inner<Element, VTile>(grad, packed, dout_tile(), accumulate);
     }
     place.advance();
-    if constexpr (!kLast) issue_first(s);
+    if constexpr (!kLast) issue_first(s, tile, next_block);
   }
   CF_DEVICE void run() {
     Grad grad;
@@ -347,15 +355,17 @@ struct Consumer {
         ptx::mbarrier_wait(smem + Layout::kKFull, kv_place.phase);
       }
       Scores s;
-      issue_first(s);
       bool accumulate = false;
       Steps steps = steps_of(params, tile);
+      issue_first(s, tile, steps.m_block);
       CF_NO_UNROLL
-      for (; steps.left > 1; steps.advance()) {
-        step<false>(grad, s, tile, steps.m_block, accumulate);
+      while (steps.left > 1) {
+        const int m_block = steps.m_block;
+        steps.advance();
+        step<false>(grad, s, tile, m_block, steps.m_block, accumulate);
         accumulate = true;
       }
-      step<true>(grad, s, tile, steps.m_block, accumulate);
+      step<true>(grad, s, tile, steps.m_block, 0, accumulate);
       await_products<0>(grad);
       release(place.stage == 0 ? Config::kStages - 1 : place.stage - 1);
       write_grad_tile(grad, tile);

@@ -12,7 +12,6 @@
 #include "tile/layout.cuh"
 #include "tile/pipeline.cuh"
 
-
 namespace cf::sm90 {
 
 inline constexpr int kWarpgroupThreads = 128;
@@ -23,10 +22,11 @@ inline constexpr int kConsumerThreads = kConsumers * kWarpgroupThreads;
 // Named barriers (0 is the CTA's).
 inline constexpr int kScoresBarrier = 1;    // dS of a step is in shared memory: all consumers
 inline constexpr int kEpilogueBarrier = 2;  // + w: the threads of consumer warpgroup w
+inline constexpr int kClearedBarrier = 4;   // rows without keys have been cleared: all consumers
 
 // One synchronisation taken out each: every one of them must be caught by the emulator, in the
 // kernels that have it.
-inline constexpr int kBackwardMutants = 26;
+inline constexpr int kBackwardMutants = 28;
 enum BackwardMutant {
   kNoKFullWait = 1,
   kNoVFullWait,
@@ -55,6 +55,8 @@ enum BackwardMutant {
   kEarlyKRelease,
   kEarlyVRelease,
   kNoEpilogueBarrier,
+  kNoClearedFence,
+  kNoClearedBarrier,
 };
 template <BackwardMutant kId>
 inline constexpr bool kKept = ptx::kMutant != kId;
@@ -368,6 +370,39 @@ struct Producer {
     }
   }
 };
+
+// --- rows without weights ------------------------------------------------------------------------
+
+// Zeros in place of the rows of a tile of kRows that are not in `kept`, by all consumers.
+template <class Tile, int kRows>
+CF_DEVICE void clear_other_rows(saddr tile, const QueryRange& kept) {
+  constexpr int kWarps = kConsumerThreads / 32;
+  CF_NO_UNROLL
+  for (int row = ptx::warp() % kWarps; row < kRows; row += kWarps) {
+    if (row >= kept.first && row < kept.end) continue;
+    if (ptx::lane() < Tile::kColumns / 8) {
+      ptx::sts128(tile + Tile::granule_offset(kRows, row, ptx::lane()), u32x4{0, 0, 0, 0});
+    }
+  }
+}
+// Clears the rows of Q and dO, both loaded, of queries that see no key, if the block from
+// `query_begin` on has any: what they hold may be anything, and so may 0 times it. By all
+// consumers, before any of them multiplies with the tiles. `await_dout()` waits for dO.
+template <class Config, class Sequence, class Await>
+CF_DEVICE void clear_rows_without_keys(const Sequence& sequence, int query_begin, saddr q_tile,
+                                       saddr dout_tile, const Await& await_dout) {
+  using Layout = BackwardLayout<Config>;
+  const QueryRange kept =
+      queries_with_keys<typename Config::Mask, Config::kBlockM>(sequence, query_begin);
+  if (ptx::warp_uniform(kept.first <= 0 && kept.end >= Config::kBlockM) != 0) return;
+  await_dout();
+  clear_other_rows<typename Layout::QkTile, Config::kBlockM>(q_tile, kept);
+  clear_other_rows<typename Layout::VTile, Config::kBlockM>(dout_tile, kept);
+  if constexpr (kKept<kNoClearedFence>) ptx::fence_proxy_async();
+  if constexpr (kKept<kNoClearedBarrier>) {
+    ptx::named_barrier_sync(kClearedBarrier, kConsumerThreads);
+  }
+}
 
 // --- products of a warpgroup ---------------------------------------------------------------------
 
