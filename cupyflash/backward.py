@@ -253,7 +253,8 @@ def _is_vectorial(view: TensorView) -> bool:
 
 def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[TensorMapRequest, ...]:
     """Tensor maps of the main kernel: boxes of one swizzle span times the rows of a tile."""
-    if not FAMILIES[spec.family].uses_tma:
+    family = FAMILIES[spec.family]
+    if not family.uses_tma:
         return ()
     requests = []
     for tensor, width, rows in (
@@ -261,9 +262,9 @@ def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[Tenso
         ("k", spec.head_dim_qk, spec.block_n),
         ("v", spec.head_dim_v, spec.block_n),
         ("dout", spec.head_dim_v, spec.block_m),
-        ("dq", spec.head_dim_qk, 64),
-        ("dk", spec.head_dim_qk, 64),
-        ("dv", spec.head_dim_v, 64),
+        ("dq", spec.head_dim_qk, family.map_rows),
+        ("dk", spec.head_dim_qk, family.map_rows),
+        ("dv", spec.head_dim_v, family.map_rows),
     ):
         if tensor == "dq" and spec.kernel != "backward_keys":
             continue

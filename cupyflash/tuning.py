@@ -560,6 +560,44 @@ def _sm100(width: int, stages: int, date: str, reason: str) -> Tile:
     return Tile(width, width, 256, 128, stages, 512, reason, date, scheduler="persistent")
 
 
+def _sm100_backward_bytes(tile: Tile) -> int:
+    """K, V, the rings of Q and of dO, dS, two pieces of dQ, the rows of lse and delta of a stage of
+    Q, then barriers: two of K and V, two a stage of each ring, seven more, and the address of the
+    tensor memory."""
+    dout_stages = dict(tile.options)["DoutStages"]
+    return (
+        _tile_bytes(tile.block_n + tile.stages * tile.block_m, tile.head_dim_qk)
+        + _tile_bytes(tile.block_n + dout_stages * tile.block_m, tile.head_dim_v)
+        + _tile_bytes(tile.block_n, tile.block_m)
+        + 2 * FLOAT_BYTES * tile.block_m * 32
+        + 2 * FLOAT_BYTES * tile.stages * tile.block_m
+        + BARRIER_BYTES * (2 + 2 * tile.stages + 2 * dout_stages + 7)
+        + 16
+    )
+
+
+def _sm100_backward(width: int, dout_stages: int, date: str, reason: str) -> Tile:
+    return Tile(
+        *(width, width, 128, 128, 2, 512, reason, date),
+        options=(("DoutStages", dout_stages),),
+    )
+
+
+_SM100_BACKWARD = Backward(
+    options=(
+        Option("DqUnitRows", 128),
+        Option("DqUnitColumns", 32),
+        Option("DqTransposed", 0),
+        Option("DqVector", 4),
+        Option("DoutStages", 1, "dout"),
+    ),
+    shared_bytes=_sm100_backward_bytes,
+    tiles=(
+        _sm100_backward(64, 2, "2026-12-07", "162 KB; never run on a GPU"),
+        _sm100_backward(128, 1, "2026-12-07", "226 KB, all that fits; never run on a GPU"),
+    ),
+)
+
 SM100 = Family(
     name="sm100",
     options=(),
@@ -572,6 +610,7 @@ SM100 = Family(
         _sm100(64, 4, "2026-11-29", "two key blocks, 4000 clocks of softmax; never run on a GPU"),
         _sm100(128, 3, "2026-11-29", "226 KB, all that fits; never run on a GPU"),
     ),
+    backward=_SM100_BACKWARD,
 )
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (SM100, SM90, SM80)}

@@ -52,6 +52,35 @@ struct QueryBlocks {
   }
 };
 
+// The steps of a key block: its query blocks [first, end), from `start` behind the first on and
+// around, of the first query head of the group, then of the second, ...
+struct QuerySteps {
+  int first, end;  // blocks of a head
+  int m_block;     // of the step
+  int head;        // query head
+  int left;        // steps that are still to come, with this one
+
+  CF_DEVICE QuerySteps(int first, int end, int start, int first_head, int heads)
+      : first(first),
+        end(end),
+        m_block(first + start),
+        head(first_head),
+        left((end - first) * heads),
+        left_of_head(end - first) {}
+  // Returns whether the next step is of another head.
+  CF_DEVICE bool advance() {
+    --left;
+    if (++m_block == end) m_block = first;
+    if (--left_of_head > 0) return false;
+    left_of_head = end - first;
+    ++head;
+    return true;
+  }
+
+ private:
+  int left_of_head;
+};
+
 // Of the queries of the block from `query_begin` on, counted from there, those that may see a key:
 // [first, end). The others have no weights; the end of the queries is not looked at.
 template <class Mask, int kBlockM, class Sequence>

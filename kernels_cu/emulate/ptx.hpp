@@ -365,9 +365,11 @@ template <int kCount>
 CF_DEVICE void tcgen05_pin(float (&)[kCount]) {}
 
 template <class Element>
-CF_DEVICE constexpr uint32_t tcgen05_instruction_descriptor(int m, int n, bool mn_major_b) {
+CF_DEVICE constexpr uint32_t tcgen05_instruction_descriptor(int m, int n, bool mn_major_b,
+                                                            bool mn_major_a = false) {
   const uint32_t format = is_same<Element, bf16_t> ? 1u : 0u;
-  return 1u << 4 | format << 7 | format << 10 | (mn_major_b ? 1u : 0u) << 16 |
+  return 1u << 4 | format << 7 | format << 10 | (mn_major_a ? 1u : 0u) << 15 |
+         (mn_major_b ? 1u : 0u) << 16 |
          static_cast<uint32_t>(n / 8) << 17 | static_cast<uint32_t>(m / 16) << 24;
 }
 template <uint32_t kInstruction, uint32_t kHighA, uint32_t kHighB>

@@ -60,9 +60,11 @@ CF_DEVICE void tcgen05_pin(float (&d)[kCount]) {
 // (1 = MN-major, transposed in shared memory), 17-22 N / 8, 24-28 M / 16.
 // M is 64 (N a multiple of 8) or 128 (N a multiple of 16), N at most 256.
 template <class Element>
-CF_DEVICE constexpr uint32_t tcgen05_instruction_descriptor(int m, int n, bool mn_major_b) {
+CF_DEVICE constexpr uint32_t tcgen05_instruction_descriptor(int m, int n, bool mn_major_b,
+                                                            bool mn_major_a = false) {
   const uint32_t format = is_same<Element, bf16_t> ? 1u : 0u;
-  return 1u << 4 | format << 7 | format << 10 | (mn_major_b ? 1u : 0u) << 16 |
+  return 1u << 4 | format << 7 | format << 10 | (mn_major_a ? 1u : 0u) << 15 |
+         (mn_major_b ? 1u : 0u) << 16 |
          static_cast<uint32_t>(n / 8) << 17 | static_cast<uint32_t>(m / 16) << 24;
 }
 

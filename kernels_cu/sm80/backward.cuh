@@ -139,34 +139,6 @@ struct BackwardLayout {
   static constexpr int kBytes = kDelta + Config::kDoutStages * kRowBytes;
 };
 
-// The steps of a tile: the query blocks of the first query head of the group, of the second, ...
-struct Steps {
-  int first, end;  // blocks of a head
-  int m_block;     // of the step
-  int head;        // query head
-  int left;        // steps that are still to come, with this one
-
-  CF_DEVICE Steps(int first, int end, int start, int first_head, int heads)
-      : first(first),
-        end(end),
-        m_block(first + start),
-        head(first_head),
-        left((end - first) * heads),
-        left_of_head(end - first) {}
-  // Returns whether the next step is of another head.
-  CF_DEVICE bool advance() {
-    --left;
-    if (++m_block == end) m_block = first;
-    if (--left_of_head > 0) return false;
-    left_of_head = end - first;
-    ++head;
-    return true;
-  }
-
- private:
-  int left_of_head;
-};
-
 // What a CTA does with one tile of keys.
 template <class Config>
 struct Backward {
@@ -223,7 +195,7 @@ struct Backward {
     const int first = 4 * ptx::lane();
     if (first < kBlockM) ptx::cp_async_16(dst + static_cast<uint32_t>(4 * first), src + first, 16);
   }
-  CF_DEVICE void load_queries(const QueryCopy& copy, int stage, const Steps& steps,
+  CF_DEVICE void load_queries(const QueryCopy& copy, int stage, const QuerySteps& steps,
                               int first_slot) const {
     copy.fill({ptx::tid()}, query_tile(stage), steps.m_block * kBlockM);
     if (ptx::warp() == 0) {
@@ -231,7 +203,7 @@ struct Backward {
                 params.row_lse + slot_of(steps.head, steps.m_block, first_slot) * kBlockM);
     }
   }
-  CF_DEVICE void load_dout(const DoutCopy& copy, int stage, const Steps& steps,
+  CF_DEVICE void load_dout(const DoutCopy& copy, int stage, const QuerySteps& steps,
                            int first_slot) const {
     copy.fill({ptx::tid()}, dout_tile(stage), steps.m_block * kBlockM);
     if (ptx::warp() == 1) {
@@ -550,7 +522,7 @@ struct Backward {
                                sequence.seqlen_kv());
     }
     const int first_head = work.head_kv * params.group;
-    Steps steps(blocks.first, blocks.end, start, first_head, params.group);
+    QuerySteps steps(blocks.first, blocks.end, start, first_head, params.group);
     const int first_slot = query_slot(params, work.batch, 0, kBlockM);
     QueryCopy query_copy({ptx::tid()}, params.q,
                          array_batch * params.q_stride_batch + first_head * params.q_stride_head +

@@ -518,7 +518,7 @@ struct Consumer {
       bool accumulate = false;
       if constexpr (kBounded) {
         CF_NO_UNROLL
-        for (Steps steps = steps_of(params, tile); steps.left > 0; steps.advance()) {
+        for (QuerySteps steps = steps_of(params, tile); steps.left > 0; steps.advance()) {
           step(dk, dv, tile, steps.m_block, accumulate);
           accumulate = true;
         }

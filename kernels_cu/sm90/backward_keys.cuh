@@ -356,7 +356,7 @@ struct Consumer {
       }
       Scores s;
       bool accumulate = false;
-      Steps steps = steps_of(params, tile);
+      QuerySteps steps = steps_of(params, tile);
       issue_first(s, tile, steps.m_block);
       CF_NO_UNROLL
       while (steps.left > 1) {

@@ -145,33 +145,11 @@ struct TileStream {
   }
 };
 
-// The steps of a tile: the query blocks of the first query head of the group, of the second, ...
-struct Steps {
-  int count, first;
-  int head;     // query head
-  int m_block;  // of the step
-  int left;     // steps that are still to come, with this one
-
-  CF_DEVICE Steps(int count, int first, int start, int first_head, int heads)
-      : count(count), first(first), head(first_head), m_block(first + start), left(count * heads),
-        left_of_head(count) {}
-  CF_DEVICE void advance() {
-    --left;
-    if (++m_block == first + count) m_block = first;
-    if (--left_of_head == 0) {
-      left_of_head = count;
-      ++head;
-    }
-  }
-
- private:
-  int left_of_head;
-};
 template <class Config>
-CF_DEVICE Steps steps_of(const BackwardParams& params, const TileSlot<Config>& tile) {
-  return {ptx::warp_uniform(tile.count()), ptx::warp_uniform(tile.first()),
-          ptx::warp_uniform(tile.start()), ptx::warp_uniform(tile.head_kv()) * params.group,
-          params.group};
+CF_DEVICE QuerySteps steps_of(const BackwardParams& params, const TileSlot<Config>& tile) {
+  const int first = ptx::warp_uniform(tile.first());
+  return {first, first + ptx::warp_uniform(tile.count()), ptx::warp_uniform(tile.start()),
+          ptx::warp_uniform(tile.head_kv()) * params.group, params.group};
 }
 
 // --- scheduler ----------------------------------------------------------------------------------
@@ -313,11 +291,11 @@ struct Producer {
     return smem + static_cast<uint32_t>(Layout::kRows +
                                         (2 * place.stage + which) * Layout::kRowBytes);
   }
-  CF_DEVICE int64_t row_of(const Steps& step, int first_slot) const {
+  CF_DEVICE int64_t row_of(const QuerySteps& step, int first_slot) const {
     return (static_cast<int64_t>(step.head) * params.num_slots + first_slot + step.m_block) *
            Config::kBlockM;
   }
-  CF_DEVICE void load_queries(const Source& source, const Steps& step, int first_slot) {
+  CF_DEVICE void load_queries(const Source& source, const QuerySteps& step, int first_slot) {
     const saddr full = barrier_at(smem + Layout::kQFull, place.stage);
     if constexpr (kKept<kNoQEmptyWait>) {
       await_as_warp(barrier_at(smem + Layout::kQEmpty, place.stage), place.phase ^ 1);
@@ -330,7 +308,7 @@ struct Producer {
                    full);
   }
   // Behind load_queries, which has waited until the slot of both is free.
-  CF_DEVICE void load_dout(const Source& source, const Steps& step, int first_slot) {
+  CF_DEVICE void load_dout(const Source& source, const QuerySteps& step, int first_slot) {
     const saddr full = barrier_at(smem + Layout::kDoutFull, place.stage);
     if (!elected) return;
     ptx::mbarrier_arrive_expect_tx(full, Layout::kDoutBytes + Layout::kRowBytes);
@@ -356,7 +334,7 @@ struct Producer {
       const int first_slot = ptx::warp_uniform(tile.first_slot());
       bool first = true;
       CF_NO_UNROLL
-      for (Steps step = steps_of(params, tile); step.left > 0; step.advance()) {
+      for (QuerySteps step = steps_of(params, tile); step.left > 0; step.advance()) {
         if (first) load_keys({&params.k_map, params.k_batch_rows, rows_kv}, tile);
         load_queries({&params.q_map, params.q_batch_rows, rows_q}, step, first_slot);
         if (first) load_values({&params.v_map, params.v_batch_rows, rows_kv}, tile);
