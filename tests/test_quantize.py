@@ -1,0 +1,483 @@
+"""quantize on every path: its definition, NumPy, the kernel on the emulator, CuPy.
+
+The definition (``fp8.py``) is held against float64 and against another rounding to e4m3, that of
+ml_dtypes; every other path must make the same bits. Whatever lies between the rows of strided
+inputs is NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+import cupyflash
+from cupyflash import fp8
+from cupyflash.fp8 import MMA_ORDER, ROW_PAIR_ORDER, Quantized
+from tests.paths import NUMPY, Path
+
+DTYPES: dict[str, Any] = {
+    "bfloat16": ml_dtypes.bfloat16,
+    "float16": np.float16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+BLOCKS = (None, (None, None), (64, None), (128, None), (1, None))
+PACKED = (0, 70, 70, 71, 199, 327)  # an empty sequence, one of a token, one of a whole block
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tensor to quantize.
+
+    Attributes:
+        shape: in the order of bshd; packed if ``starts`` is there.
+        role, block, seed, for_backward, starts: arguments of ``quantize``.
+        placed: "dense"; "bhsd" (heads before seqlen in memory, and layout="bhsd"); "padded" (rows
+            apart by 16 bytes); "heads" (every other head of twice as many).
+    """
+
+    shape: tuple[int, ...]
+    role: str = "q"
+    block: fp8.Block = (128, None)
+    seed: int | None = None
+    for_backward: bool = False
+    starts: tuple[int, ...] | None = None
+    placed: str = "dense"
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        block = "tensor" if self.block is None else f"{self.block[0] or 'head'}"
+        words = ["x".join(map(str, self.shape)), self.role, block]
+        words += ["rotated"] * (self.seed is not None) + ["backward"] * self.for_backward
+        words += ["packed"] * (self.starts is not None)
+        words += [word for word in (self.placed, self.dtype) if word not in ("dense", "bfloat16")]
+        return "-".join(words)
+
+    @property
+    def values(self) -> NDArray:
+        """The tensor: normal numbers, with magnitudes that differ between heads, channels and
+        tokens, and a zero block, a NaN and infinities in it."""
+        rng = np.random.default_rng(len(str(self)))
+        *_, seqlen, heads, head_dim = self.shape
+        x = rng.standard_normal(self.shape)
+        x *= np.exp(rng.standard_normal((heads, head_dim)))
+        x *= np.exp2(np.arange(seqlen) // 16 % 7).reshape(-1, 1, 1)
+        if seqlen > 65:
+            x[..., :64, 0, :] = 0
+            x[..., 65, 0, 3], x[..., 64, -1, 0] = np.nan, np.inf
+        if seqlen > 130:
+            x[..., 128:130, 0, 1] = np.inf, -np.inf
+        return x.astype(DTYPES[self.dtype])
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {
+            "block": self.block,
+            "hadamard_seed": self.seed,
+            "for_backward": self.for_backward,
+            "layout": "bhsd" if self.placed == "bhsd" else "bshd",
+        }
+
+    def expected(self) -> Quantized:
+        starts = None if self.starts is None else np.array(self.starts)
+        return fp8.quantize(
+            *(self.values, self.role, self.block, self.seed, self.for_backward, starts)
+        )
+
+    def run(self, path: Path) -> Quantized:
+        """The public call, and its arrays as NumPy arrays."""
+        starts = None
+        if self.starts is not None:
+            starts = path.array(np.array(self.starts, np.int32))
+        x = self._place(path)
+        made = cupyflash.quantize(x, self.role, cu_seqlens=starts, **self.options)
+        assert type(made.data) is type(made.scale) is type(x)
+        given = {name: getattr(made, name) for name in ("data", "scale", "data_t")}
+        return dataclasses.replace(
+            made, **{name: None if y is None else path.numpy(y) for name, y in given.items()}
+        )
+
+    def _place(self, path: Path) -> Any:
+        x = self.values
+        if self.placed == "bhsd":
+            return path.array(np.ascontiguousarray(x.transpose(0, 2, 1, 3)))
+        if self.placed == "padded":
+            buffer = np.full((*x.shape[:-1], x.shape[-1] + 8), np.nan, x.dtype)
+            buffer[..., : x.shape[-1]] = x
+            return path.array(buffer)[..., : x.shape[-1]]
+        if self.placed == "heads":
+            buffer = np.full((*x.shape[:-2], 2 * x.shape[-2], x.shape[-1]), np.nan, x.dtype)
+            buffer[..., ::2, :] = x
+            return path.array(buffer)[..., ::2, :]
+        return path.array(x)
+
+
+def assert_same(made: Quantized, expected: Quantized) -> None:
+    """To the bit."""
+    for field in dataclasses.fields(Quantized):
+        one, other = getattr(made, field.name), getattr(expected, field.name)
+        if not isinstance(other, np.ndarray):
+            assert one == other, field.name
+            continue
+        assert one.dtype == other.dtype and one.shape == other.shape, field.name
+        bits = [np.atleast_1d(array).view(np.uint8) for array in (one, other)]
+        np.testing.assert_array_equal(*bits, field.name)
+
+
+# --- rounding -------------------------------------------------------------------------------------
+
+
+def test_rounding_to_e4m3() -> None:
+    """Every bfloat16, float32 numbers of any bits, and every tie between neighbours."""
+    rng = np.random.default_rng(0)
+    numbers = fp8.widen_e4m3(np.arange(0x7F, dtype=np.uint8))
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    values = np.concatenate(
+        [
+            (np.arange(2**16, dtype=np.uint32) << 16).view(np.float32),
+            rng.integers(0, 2**32, 200_000, dtype=np.uint32).view(np.float32),
+            *(sign * x for sign in (1, -1) for x in (numbers, ties)),
+            *(np.nextafter(ties, np.float32(end)) for end in (-1000, 1000)),
+        ]
+    ).astype(np.float32)
+    bits = fp8.round_e4m3(values)
+    is_nan = np.isnan(values)
+    assert (bits[is_nan] == 0x7F).all()
+    saturated = np.clip(values, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    np.testing.assert_array_equal(bits[~is_nan], saturated.view(np.uint8)[~is_nan])
+
+
+def test_values_of_e4m3() -> None:
+    bits = np.arange(256, dtype=np.uint8)
+    expected = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(fp8.widen_e4m3(bits), expected)
+
+
+# --- scales and numbers, against float64 ----------------------------------------------------------
+
+
+def amax_of_rows(x: NDArray, case: Case) -> NDArray:
+    """Of the block that each row is in, [batch, seqlen, heads], by loops; 0 behind the last."""
+    wide = np.where(np.isfinite(x), np.abs(x), 0).max(-1)
+    starts = case.starts or (0, x.shape[1])
+    result = np.zeros_like(wide)
+    for batch in range(x.shape[0]):
+        for first, end in zip(starts, starts[1:]):
+            step = end - first if case.block is None else case.block[0] or end - first
+            for begin in range(first, end, max(step, 1)):
+                rows = slice(begin, min(begin + step, end))
+                result[batch, rows] = wide[batch, rows].max(0)
+    return np.full_like(wide, result.max()) if case.block is None else result
+
+
+DEFINED = [
+    *(Case((2, 200, 3, 48), block=block, dtype="float32") for block in BLOCKS),
+    *(Case((327, 2, 64), block=block, starts=PACKED, dtype="float16") for block in BLOCKS),
+    *(Case((1, 150, 2, 20), role, dtype=d) for role in ("k", "v", "dout") for d in DTYPES),
+    *(Case((1, 3, 2, 32), role, (64, None), dtype="float64") for role in ("k", "v")),
+    Case((400, 2, 24), "v", (64, None), starts=(0, 0, 129, 300), dtype="float64"),
+    Case((400, 1, 24), "v", None, starts=(0, 1, 129, 300), for_backward=True),
+    Case((2, 140, 2, 40), "v", (None, None), placed="bhsd"),
+]
+
+
+@pytest.mark.parametrize("case", DEFINED, ids=str)
+def test_the_definition(case: Case) -> None:
+    """Scales are amax / 448, and every number is the nearest one, up to float32's own rounding."""
+    made = case.run(NUMPY)
+    assert_same(made, case.expected())
+    given = case.values.astype(np.float32).astype(np.float64)
+    x = given if case.starts is None else given[None]
+    amax = amax_of_rows(x, case)
+    scale = np.where(amax == 0, 1, amax / 448)[..., None]
+    back = made.dequantize(case.starts).astype(np.float64).reshape(x.shape)
+    used = slice(0, None if case.starts is None else case.starts[-1])
+    assert not back[:, slice(case.starts[-1], None) if case.starts else slice(0, 0)].any()
+    x, scale, back = x[:, used], scale[:, used], back[:, used]
+    saturated = np.clip(x, -448 * scale, 448 * scale)
+    np.testing.assert_array_equal(np.isnan(back), np.isnan(x))
+    spacing = scale * np.exp2(
+        np.maximum(np.floor(np.log2(np.abs(saturated / scale) + 1e-9)), -6) - 3
+    )
+    with np.errstate(invalid="ignore"):
+        off = np.abs(back - saturated) > spacing / 2 * (1 + 1e-5) + 1e-6 * np.abs(saturated)
+    assert not off.any()
+
+
+def test_scales_lie_where_kernels_look() -> None:
+    """Packed: block i of sequence b at cu_seqlens[b] // tokens + b + i, ones in between."""
+    x = np.ones((327, 1, 16), np.float32)
+    x *= np.arange(1, 328, dtype=np.float32).reshape(-1, 1, 1)
+    for block, tokens in (((64, None), 64), ((128, None), 128), ((1, None), 1)):
+        scale = cupyflash.quantize(x, "q", block=block, cu_seqlens=np.array(PACKED)).scale
+        assert scale.shape == (1, 327 // tokens + 5)
+        expected = np.ones_like(scale)
+        for b, (first, end) in enumerate(zip(PACKED, PACKED[1:])):
+            for i, begin in enumerate(range(first, end, tokens)):
+                top = min(begin + tokens, end)
+                expected[0, first // tokens + b + i] = np.float32(top) / np.float32(448)
+        np.testing.assert_array_equal(scale, expected)
+
+
+@pytest.mark.parametrize("block", [None, (None, None), (64, None), (1, None)])
+def test_numbers_of_e4m3_are_kept(block: Any) -> None:
+    """A tensor of e4m3 numbers times a power of two, 448 among those of each block."""
+    rng = np.random.default_rng(1)
+    bits = rng.integers(0, 256, (2, 100, 2, 32), dtype=np.uint8)
+    bits[..., 5] = 0x7E
+    bits[(bits & 0x7F) == 0x7F] = 0x20
+    for power in (-20, 0, 7):
+        x = np.ldexp(fp8.widen_e4m3(bits), power)
+        made = cupyflash.quantize(x, "q", block=block)
+        np.testing.assert_array_equal(made.data, bits)
+        np.testing.assert_array_equal(made.scale, 2.0**power)
+        np.testing.assert_array_equal(made.dequantize(), x)
+
+
+def test_special_values() -> None:
+    x = np.zeros((1, 256, 1, 16), np.float32)
+    x[0, 130, 0, :6] = np.nan, np.inf, -np.inf, 2, -0.0, -1
+    made = cupyflash.quantize(x, "q")
+    np.testing.assert_array_equal(made.scale, np.array([[[1, 2 / 448]]], np.float32))
+    assert made.data[0, 130, 0, :6].tolist() == [0x7F, 0x7E, 0xFE, 0x7E, 0x80, 0xF6]
+    x[0, 130, 0, 3:] = 0
+    only_special = cupyflash.quantize(x, "q")
+    np.testing.assert_array_equal(only_special.scale, 1)
+    assert only_special.data[0, 130, 0, :6].tolist() == [0x7F, 0x7E, 0xFE, 0, 0, 0]
+
+
+@pytest.mark.parametrize("magnitude", [1e-45, 1e-42, 2.0**-126, 1e-36, 1e30, 3.4e38])
+def test_extreme_magnitudes(magnitude: float) -> None:
+    """Scales stay normal numbers with a finite inverse; the largest float32 does not overflow."""
+    x = np.full((1, 4, 1, 16), magnitude, np.float32)
+    x[..., 1] /= 2
+    made = cupyflash.quantize(x, "k")
+    assert np.isfinite(made.scale).all() and (made.scale >= 2.0**-126).all()
+    np.testing.assert_allclose(made.dequantize(), x, rtol=2**-4, atol=2.0**-136)
+
+
+# --- rotation -------------------------------------------------------------------------------------
+
+
+def test_signs_are_those_of_splitmix64() -> None:
+    """Its first outputs for the seed 0: e220a839.., 6e789e6a.., 06c45d18.., f88bb8a8.., 1b39896a.."""
+    assert fp8.negated_channels(0, 5) == 0b01001
+    assert fp8.negated_channels(0, 64) >> 5 != 0
+    assert fp8.negated_channels(1, 64) != fp8.negated_channels(2, 64)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "width"), [(1, 1), (24, 8), (64, 64), (96, 32), (128, 128), (192, 64), (256, 256)]
+)
+def test_rotation_is_orthogonal(head_dim: int, width: int) -> None:
+    matrix = fp8.rotate(np.eye(head_dim, dtype=np.float32), 7).astype(np.float64)
+    np.testing.assert_allclose(matrix @ matrix.T, np.eye(head_dim), atol=1e-6)
+    assert ((matrix != 0).sum(0) == width).all()
+    np.testing.assert_allclose(np.abs(matrix[matrix != 0]), width**-0.5, rtol=1e-6)
+    x = np.random.default_rng(2).standard_normal((3, head_dim)).astype(np.float32)
+    np.testing.assert_allclose(fp8.rotate(x, 7), x @ matrix, rtol=1e-5, atol=2e-6)
+    np.testing.assert_allclose(fp8.rotate_back(fp8.rotate(x, 7), 7), x, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_rotation_keeps_scores(head_dim: int) -> None:
+    """q . k before and after, in float64; and with a large channel its error shrinks."""
+    rng = np.random.default_rng(3)
+    q, k = (rng.standard_normal((1, 64, 1, head_dim)) for _ in range(2))
+    q[..., 1] *= 60
+    k[..., 1] *= 60
+    q, k = (x.astype(ml_dtypes.bfloat16).astype(np.float32) for x in (q, k))
+    exact = q[0, :, 0].astype(np.float64) @ k[0, :, 0].astype(np.float64).T
+    rotated = [fp8.rotate(x, 11)[0, :, 0].astype(np.float64) for x in (q, k)]
+    np.testing.assert_allclose(rotated[0] @ rotated[1].T, exact, atol=2e-6 * np.abs(exact).max())
+    errors = {}
+    for seed in (None, 11):
+        made = [cupyflash.quantize(x, role, hadamard_seed=seed) for x, role in ((q, "q"), (k, "k"))]
+        seen = [x.dequantize(rotated=True)[0, :, 0].astype(np.float64) for x in made]
+        errors[seed] = np.sqrt(np.mean((seen[0] @ seen[1].T - exact) ** 2))
+        np.testing.assert_allclose(made[0].dequantize(), q, atol=0.1 * np.abs(q).max())
+    assert errors[11] < errors[None]
+
+
+# --- the order of transposed tokens ---------------------------------------------------------------
+
+
+def accumulators(matrix: NDArray) -> NDArray:
+    """What each thread holds of a [64, n] product of wgmma: [128 threads, n / 2]: of every eight
+    columns (row, c), (row, c + 1), (row + 8, c), (row + 8, c + 1)."""
+    thread = np.arange(128)
+    row = thread // 32 * 16 + thread % 32 // 4
+    held = []
+    for eight in range(matrix.shape[1] // 8):
+        column = 8 * eight + 2 * (thread % 4)
+        for r, c in ((0, 0), (0, 1), (8, 0), (8, 1)):
+            held.append(matrix[row + r, column + c])
+    return np.stack(held, 1)
+
+
+def operand_a(registers: NDArray) -> NDArray:
+    """The [64, 32] matrix A of m64nNk32 that the threads hold: [128 threads, 4 registers, 4]."""
+    matrix = np.full((64, 32), np.nan)
+    thread = np.arange(128)
+    row = thread // 32 * 16 + thread % 32 // 4
+    for register, (r, k) in enumerate(((0, 0), (8, 0), (0, 16), (8, 16))):
+        for byte in range(4):
+            matrix[row + r, k + 4 * (thread % 4) + byte] = registers[:, register, byte]
+    return matrix
+
+
+def packed_as_held(held: NDArray) -> NDArray:
+    """Accumulators of 32 columns in four registers, in the order in which they are held."""
+    groups = held.reshape(128, 4, 2, 2)  # of eight columns, row or row + 8, column
+    registers = [groups[:, 2 * half : 2 * half + 2, r] for half in (0, 1) for r in (0, 1)]
+    return np.stack([x.reshape(128, 4) for x in registers], 1)
+
+
+def test_probabilities_meet_their_values() -> None:
+    """P V with P straight from the accumulators and V as it is stored."""
+    rng = np.random.default_rng(4)
+    p = rng.integers(0, 8, (64, 128)).astype(np.float64)
+    v = rng.integers(-8, 9, (1, 128, 1, 32)).astype(np.float32)
+    v[0, 0, 0, 0] = 448  # the scale is 1, and small integers are numbers of e4m3
+    stored = fp8.widen_e4m3(cupyflash.quantize(v, "v").data[0, 0]).astype(np.float64)
+    product = np.zeros((64, 32))
+    for step in range(4):
+        columns = slice(32 * step, 32 * step + 32)
+        a = operand_a(packed_as_held(accumulators(p[:, columns])))
+        product += a @ stored[:, columns].T
+    np.testing.assert_array_equal(product, p @ v[0, :, 0])
+
+
+def test_gradients_of_scores_meet_their_keys() -> None:
+    """dS K with dS^T in accumulators, rows n and n + 8 written as one 16-bit element by stmatrix
+    with .trans, and K transposed as it is stored."""
+    rng = np.random.default_rng(5)
+    ds = rng.integers(-8, 9, (64, 64)).astype(np.float64)  # [query, key]
+    k = rng.integers(-8, 9, (1, 64, 1, 16)).astype(np.float32)
+    k[0, 0, 0, 0] = 448
+    made = cupyflash.quantize(k, "k", for_backward=True)
+    stored = fp8.widen_e4m3(made.data_t[0, 0]).astype(np.float64)[:, :64]
+    held = accumulators(ds.T).reshape(128, 8, 2, 2)  # of eight queries, key n or n + 8, query
+    rows = np.full((64, 64), np.nan)
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        for eight in range(8):
+            for column in range(2):
+                # Lane 4 i + j / 2 has (i, j) of an 8 x 8 matrix, which .trans writes to (j, i).
+                query, pair = 8 * eight + 2 * (lane % 4) + column, lane // 4
+                place = 16 * warp + 2 * pair
+                rows[query, place : place + 2] = held[thread, eight, :, column]
+    np.testing.assert_array_equal(rows @ stored.T, ds @ k[0, :, 0])
+
+
+@pytest.mark.parametrize("role", fp8.ROLES)
+@pytest.mark.parametrize("starts", [None, PACKED])
+def test_the_other_way_round(role: str, starts: Any) -> None:
+    """data and data_t hold the same numbers; slots are filled up with zeros."""
+    case = Case((327, 2, 24), role, (64, None), for_backward=True, starts=starts)
+    if starts is None:
+        case = dataclasses.replace(case, shape=(2, 327, 2, 24))
+    made = case.run(NUMPY)
+    natural, transposed = made.data, made.data_t
+    if role == "v":
+        natural, transposed = transposed, natural
+    order = ROW_PAIR_ORDER if role == "k" else MMA_ORDER
+    assert sorted(order) == list(range(16))
+    slots = 327 // 64 + 5 if starts else 6
+    assert transposed.shape == (*(() if starts else (2,)), 2, 32, 64 * slots)
+    in_order = np.zeros_like(transposed)
+    sixteens = transposed.reshape(*transposed.shape[:-1], -1, 16)
+    in_order.reshape(sixteens.shape)[..., list(order)] = sixteens
+    for batch in range(1 if starts else 2):
+        rest = in_order.copy() if starts else in_order[batch].copy()
+        rows = natural if starts else natural[batch]
+        for b, (first, end) in enumerate(zip(PACKED, PACKED[1:]) if starts else [(0, 327)]):
+            begin = (first // 64 + b) * 64
+            part = rest[:, :, begin : begin + end - first]
+            np.testing.assert_array_equal(part, rows[first:end].transpose(1, 2, 0))
+            part[...] = 0
+        assert not rest.any()
+
+
+# --- what is given and what is refused ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placed", ["bhsd", "padded", "heads"])
+def test_strides_do_not_matter(placed: str) -> None:
+    case = Case((2, 100, 2, 40), "v", for_backward=True, placed=placed)
+    assert_same(case.run(NUMPY), case.expected())
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)])
+@pytest.mark.parametrize("block", [None, (None, None), (64, None)])
+def test_empty_tensors(shape: tuple[int, ...], block: Any) -> None:
+    for role in ("q", "v"):
+        made = Case(shape, role, block, for_backward=True).run(NUMPY)
+        assert made.data.size == made.data_t.size == 0
+        assert (made.scale == 1).all()
+        assert made.dequantize().shape == shape
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"role": "o"}, ValueError, "role: expected one of q, k, v, dout"),
+        ({"fmt": "e5m2"}, cupyflash.UnsupportedError, "fmt: "),
+        ({"block": 128}, TypeError, "block: expected None or"),
+        ({"block": (128.0, None)}, TypeError, "block: expected counts"),
+        ({"block": (0, None)}, ValueError, "block: expected counts of at least 1"),
+        ({"block": (1, 32)}, cupyflash.UnsupportedError, "MXFP8"),
+        ({"block": (32, None)}, cupyflash.UnsupportedError, "expected 64, 128 or None"),
+        ({"role": "k", "block": (1, None)}, cupyflash.UnsupportedError, "1 for the role q"),
+        ({"hadamard_seed": 1.5}, TypeError, "hadamard_seed: expected int or None"),
+        ({"hadamard_seed": -1}, ValueError, "hadamard_seed: expected 0 to"),
+        ({"role": "v", "hadamard_seed": 1}, ValueError, "rotates q and k"),
+        ({"for_backward": 1}, TypeError, "for_backward: expected a bool"),
+        ({"layout": "sbhd"}, ValueError, "layout: expected one of"),
+        ({"x": np.zeros((2, 3, 4), np.float32)}, ValueError, "x: expected .batch, seqlen"),
+        ({"x": np.zeros((1, 2, 3, 4), np.int32)}, TypeError, "x: expected floating-point"),
+        ({"x": np.zeros((1, 2, 3, 0), np.float32)}, ValueError, "head_dim of at least 1"),
+        ({"x": [[1.0]]}, TypeError, "x: expected an array"),
+        ({"cu_seqlens": np.array([0, 2])}, ValueError, "x: expected .total, heads"),
+    ],
+)
+def test_what_is_refused(options: Any, error: type[Exception], words: str) -> None:
+    arguments = {"x": np.zeros((1, 2, 3, 4), np.float32), "role": "q"} | options
+    with pytest.raises(error, match=words):
+        cupyflash.quantize(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("starts", "error", "words"),
+    [
+        ([0], ValueError, "at least one sequence"),
+        ([1, 4], ValueError, "0 first"),
+        ([0, 3, 2], ValueError, "no decrease"),
+        ([0, 7], ValueError, "at most 6"),
+        ([[0, 6]], ValueError, "expected shape"),
+        ([0.0, 6.0], TypeError, "expected integers, got float64"),
+    ],
+)
+def test_starts_that_are_refused(starts: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"cu_seqlens: .*{words}"):
+        cupyflash.quantize(np.zeros((6, 1, 16), np.float32), "q", cu_seqlens=np.array(starts))
+    packed = cupyflash.quantize(np.zeros((6, 1, 16)), "q", cu_seqlens=np.array([0, 6]))
+    with pytest.raises(ValueError, match="expected cu_seqlens of the packed"):
+        packed.dequantize()
+
+
+def test_a_layout_of_packed_sequences() -> None:
+    x = np.zeros((6, 1, 16), np.float32)
+    with pytest.raises(ValueError, match="layout: packed"):
+        cupyflash.quantize(x, "q", cu_seqlens=np.array([0, 6]), layout="bhsd")
+    dense = cupyflash.quantize(x[None], "q")
+    with pytest.raises(ValueError, match="expected no cu_seqlens"):
+        dense.dequantize([0, 6])
+    with pytest.raises(TypeError, match="data: expected a NumPy array"):
+        dataclasses.replace(dense, data=[1]).dequantize()
