@@ -349,7 +349,7 @@ class NumbaAdapter(Adapter):
         return view_of_interface(name, array.__cuda_array_interface__)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: Device) -> Array:
-        if dtype not in (DType.float16, DType.float32):
+        if dtype not in (DType.float16, DType.float32, DType.uint8):
             raise UnsupportedError(f"out: Numba has no arrays of {dtype}; pass CuPy arrays")
         return self._cuda.device_array(shape, NUMPY_DTYPES[dtype])
 

@@ -17,9 +17,13 @@ import pytest
 from numpy.typing import NDArray
 
 import cupyflash
-from cupyflash import fp8
+from cupyflash import emulate, fp8, select, tuning
+from cupyflash.errors import EmulationError
 from cupyflash.fp8 import MMA_ORDER, ROW_PAIR_ORDER, Quantized
-from tests.paths import NUMPY, Path
+from cupyflash.params import QUANTIZE, QUANTIZE_STAGES
+from tests.emulator import harness
+from tests.paths import CUPY, EVERY_PATH, NUMPY, SCHEDULES, TARGETS, EmulatedPath, Path, emulated
+from tests.test_launch import FakeArray, fake_cupy, library_path, stub, stub_path  # noqa: F401
 
 DTYPES: dict[str, Any] = {
     "bfloat16": ml_dtypes.bfloat16,
@@ -266,7 +270,8 @@ def test_extreme_magnitudes(magnitude: float) -> None:
 
 
 def test_signs_are_those_of_splitmix64() -> None:
-    """Its first outputs for the seed 0: e220a839.., 6e789e6a.., 06c45d18.., f88bb8a8.., 1b39896a.."""
+    """Its first outputs for the seed 0 are e220a839.., 6e789e6a.., 06c45d18.., f88bb8a8.., 1b39..
+    in hexadecimal."""
     assert fp8.negated_channels(0, 5) == 0b01001
     assert fp8.negated_channels(0, 64) >> 5 != 0
     assert fp8.negated_channels(1, 64) != fp8.negated_channels(2, 64)
@@ -481,3 +486,256 @@ def test_a_layout_of_packed_sequences() -> None:
         dense.dequantize([0, 6])
     with pytest.raises(TypeError, match="data: expected a NumPy array"):
         dataclasses.replace(dense, data=[1]).dequantize()
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+EMULATED_CASES = [
+    Case((1, 150, 2, 64), for_backward=True),
+    Case((1, 150, 2, 64), "k", (64, None), seed=1, for_backward=True),
+    Case((2, 70, 1, 8), "v", (64, None), for_backward=True),
+    Case((1, 140, 2, 40), "k", (None, None), seed=2),
+    Case((1, 66, 1, 72), "dout", (64, None), for_backward=True),
+    Case((1, 130, 2, 96), "q", (1, None), seed=3, for_backward=True),
+    Case((1, 130, 1, 128), "v", (128, None)),
+    Case((1, 70, 1, 192), "k", None, seed=4),
+    Case((1, 130, 1, 256), "v", (128, None), for_backward=True),
+    Case((1, 129, 1, 256), "q", (1, None), seed=5, for_backward=True),
+    Case((327, 2, 32), "v", (64, None), starts=PACKED, for_backward=True),
+    Case((400, 1, 48), "q", (1, None), starts=PACKED),
+    Case((400, 2, 16), "v", (None, None), starts=PACKED),
+    Case((400, 1, 16), "k", None, starts=(0, 0, 400, 400), seed=6, for_backward=True),
+    Case((2, 70, 2, 24), "v", (64, None), placed="bhsd"),
+    Case((1, 70, 2, 40), "q", (64, None), placed="padded"),
+    Case((1, 70, 2, 32), "k", None, placed="heads", for_backward=True),
+    Case((1, 140, 2, 32), "v", (None, None), dtype="float16"),
+    Case((1, 70, 1, 64), "q", (1, None), seed=7, dtype="float16"),
+]
+
+
+def check_all(path: Path, cases: list[Case]) -> None:
+    for case in cases:
+        try:
+            assert_same(case.run(path), case.expected())
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
+
+
+@pytest.mark.parametrize("target", [pytest.param("sm_90a", marks=emulated)])
+@pytest.mark.parametrize(("schedule", "seed"), SCHEDULES)
+def test_emulated(target: str, schedule: str, seed: int) -> None:
+    options = {"schedule": schedule, "seed": seed, "race": "global", "window": 1 + seed}
+    check_all(EmulatedPath(target, options), EMULATED_CASES)
+
+
+@pytest.mark.parametrize("target", [pytest.param(t, marks=emulated) for t in ("sm_80", "sm_100f")])
+def test_emulated_elsewhere(target: str) -> None:
+    plain = [case for case in EMULATED_CASES if case.seed is None and case.shape[-1] < 256]
+    check_all(EmulatedPath(target), [case for case in plain if case.dtype == "bfloat16"])
+
+
+@pytest.mark.parametrize("guard", ["before", "after"])
+@pytest.mark.parametrize("target", [pytest.param("sm_90a", marks=emulated)])
+def test_nothing_is_read_or_written_beside_the_arrays(target: str, guard: str) -> None:
+    path = EmulatedPath(target, {"guard": guard})
+    check_all(path, EMULATED_CASES)
+    # Starts that are none are clamped.
+    for starts in ((0, 1000, 100), (-5, 70), (90, 20, 100)):
+        case = Case((100, 1, 32), "v", (64, None), starts=starts, for_backward=True)
+        assert case.run(path).data.shape == (1, 32, 64 * (100 // 64 + len(starts) - 1))
+
+
+@pytest.mark.parametrize("mutant", [1, 2, 3])
+@pytest.mark.parametrize("target", [pytest.param("sm_90a", marks=emulated)])
+def test_every_barrier_is_needed(target: str, mutant: int) -> None:
+    case = Case((1, 140, 2, 32), "q", (1, None), for_backward=True)
+    with pytest.raises(EmulationError, match="race on shared memory"):
+        case.run(EmulatedPath(target, {"mutant": mutant, "race": True}))
+
+
+@pytest.mark.parametrize("target", [pytest.param("sm_90a", marks=emulated)])
+def test_the_wrappers(target: str) -> None:
+    """pack4_e4m3 of every bfloat16 and of what lies half way between two, and prmt."""
+    bits = np.arange(2**16, dtype=np.uint32) << 16
+    values = np.concatenate([bits, bits | 0x8000]).view(np.float32)
+    kernel = harness.Kernel(
+        """
+  for (int i = tid(); i < params.size; i += 32) {
+    const u32x4 v = ldg128(static_cast<const float*>(params.a) + 4 * i);
+    stg32(params.out + i, pack4_e4m3(bits_float(v.x), bits_float(v.y), bits_float(v.z),
+                                     bits_float(v.w)));
+  }
+  if (tid() == 0) {
+    stg32(params.out + params.size, prmt(0x33221100u, 0xf7e6d5c4u, 0x6250u));
+    stg32(params.out + params.size + 1, prmt(0x33221100u, 0xf7e6d5c4u, 0xf074u));
+  }
+""",
+        target,
+    )
+    size = values.size // 4
+    out, _ = harness.run(
+        kernel, harness.Launch(a=values, out=np.zeros(size + 4, np.float32), size=size)
+    )
+    np.testing.assert_array_equal(out[:size].view(np.uint8), fp8.round_e4m3(values))
+    assert [hex(x) for x in out[size : size + 2].view(np.uint32)] == ["0xe622d500", "0xff00f7c4"]
+
+
+@pytest.mark.parametrize("target", [*TARGETS, "sm_120"])
+def test_no_spills(target: str) -> None:
+    from cupyflash import nvrtc, source
+
+    if nvrtc.installed_version() is None:
+        pytest.skip("no NVRTC")
+    for dtype in tuning.QUANTIZE_DTYPES:
+        for pieces, rotate in tuning.QUANTIZE_BLOCKS:
+            spec = select.quantize_spec(dtype, target, pieces, rotate)
+            compiled = nvrtc.compile(source.translation_unit(spec))
+            assert compiled.spill_bytes == compiled.stack_bytes == 0, spec.name
+            assert compiled.registers <= 65536 // (spec.threads * spec.min_blocks), spec.name
+
+
+def test_a_wheel_carries_the_quantizations() -> None:
+    from aot import recipes
+
+    for target in recipes.RECIPES["core"]:
+        carried = [spec for spec in recipes.specs("core", (target,)) if spec.kernel == "quantize"]
+        assert len(carried) == len(tuning.QUANTIZE_BLOCKS) * len(tuning.QUANTIZE_DTYPES)
+
+
+def test_launches_on_a_gpu(stub: Any, fake_cupy: Any) -> None:  # noqa: F811
+    """On CuPy's current stream, with addresses and strides of x and of what is made."""
+    stub.log.params_bytes = QUANTIZE.size
+    fake_cupy.cuda.streams[0] = 0x55
+    x = FakeArray((2, 300, 3, 128), ml_dtypes.bfloat16)
+    made = cupyflash.quantize(x, "k", hadamard_seed=0, for_backward=True)
+    assert made.data.shape == (2, 300, 3, 128) and made.data_t.shape == (2, 3, 128, 384)
+    assert made.data.dtype == made.data_t.dtype == np.uint8 and made.scale.shape == (2, 3, 3)
+    assert stub.log.launches == 1 and stub.log.stream == 0x55
+    assert tuple(stub.log.grid) == (18, 1, 1) and tuple(stub.log.block) == (256, 1, 1)
+    assert stub.log.shared_bytes == tuning.quantize_bytes(4)
+    values = QUANTIZE.unpack(bytes(stub.log.params))
+    assert values["x"] == x.data.ptr and values["x_stride_seqlen"] == 3 * 128
+    for name in ("data", "data_t", "scale"):
+        assert values[name] == getattr(made, name).data.ptr
+    assert (values["data_stride_head"], values["data_t_stride_channel"]) == (128, 384)
+    assert (values["scale_stride_batch"], values["scale_stride_head"]) == (9, 3)
+    assert values["negated[0]"] & 31 == 0b01001 and values["rotation_width"] == 128
+    assert values["row_pairs"] == 1 and values["tops"] == 0
+
+    made = cupyflash.quantize(x, "v", block=(None, None))
+    assert stub.log.launches == 4 and made.scale.shape == (2, 3) and made.data_t is None
+    values = QUANTIZE.unpack(bytes(stub.log.params))
+    assert values["stage"] == QUANTIZE_STAGES.index("convert")
+    assert values["data"] == 0 and values["data_t"] == made.data.data.ptr and values["tops"]
+
+
+def test_a_cold_kernel_inside_a_capture(stub: Any, fake_cupy: Any) -> None:  # noqa: F811
+    x = FakeArray((1, 2, 3, 8), np.float16)
+    fake_cupy.cuda.streams[0] = stub.log.capturing_stream = 0x66
+    with pytest.raises(RuntimeError, match=r"captured.*call quantize once before"):
+        cupyflash.quantize(x, "q")
+    assert stub.log.launches == 0
+
+
+def test_a_gpu_without_kernels(fake_cupy: Any, monkeypatch: Any) -> None:  # noqa: F811
+    from tests.test_launch import H200
+
+    old = dataclasses.replace(H200, capability=(7, 5))
+    monkeypatch.setattr("cupyflash.quantizing.CudaBackend", lambda _: type("B", (), {"info": old}))
+    with pytest.raises(cupyflash.UnsupportedError, match="needs compute capability 8.0"):
+        cupyflash.quantize(FakeArray((1, 2, 3, 8), np.float16), "q")
+
+
+every_device = pytest.mark.parametrize("path", [EVERY_PATH[2], EVERY_PATH[-1]], ids=str)
+
+
+@every_device
+def test_empty_tensors_on_a_device(path: Path) -> None:
+    for shape in ((0, 5, 2, 16), (2, 0, 2, 16), (2, 5, 0, 16)):
+        check_all(path, [Case(shape, "v", block) for block in (None, (None, None), (64, None))])
+
+
+@every_device
+def test_what_the_kernel_does_not_take(path: Path, monkeypatch: Any) -> None:
+    def refused(x: NDArray, words: str, kind: type[Exception], starts: Any = None) -> None:
+        with pytest.raises(kind, match=words):
+            cupyflash.quantize(
+                *(x if not isinstance(x, np.ndarray) else path.array(x), "v"),
+                cu_seqlens=None if starts is None else path.array(starts),
+            )
+
+    unsupported = cupyflash.UnsupportedError
+    refused(np.zeros((1, 2, 1, 16), np.float32), "float32 has no GPU kernel", unsupported)
+    for head_dim in (20, 264):
+        refused(np.zeros((1, 2, 1, head_dim), np.float16), f"got {head_dim}", unsupported)
+    wide = path.array(np.zeros((1, 4, 2, 32), np.float16))
+    refused(wide[..., ::2], "last dimension must be contiguous", ValueError)
+    refused(wide[..., 4:20], "not a multiple of 16 bytes", ValueError)
+    x = np.zeros((6, 1, 16), np.float16)
+    refused(x, "expected int32 on a GPU, got int64", TypeError, np.array([0, 6]))
+    monkeypatch.setenv("CUPYFLASH_CHECK", "1")
+    refused(x, "no decrease and at most 6", ValueError, np.array([0, 7], np.int32))
+
+
+@pytest.mark.parametrize("target", [pytest.param("sm_90a", marks=emulated)])
+def test_arrays_lie_on_one_device(target: str) -> None:
+    x = emulate.device(target, num_sms=2).array(np.zeros((6, 1, 16), np.float16))
+    starts = emulate.device(target, num_sms=3).array(np.array([0, 6], np.int32))
+    with pytest.raises(TypeError, match="cu_seqlens: expected an array on emulated"):
+        cupyflash.quantize(x, "v", cu_seqlens=starts)
+
+
+# --- a GPU ----------------------------------------------------------------------------------------
+
+LARGE_CASES = [
+    *(Case((2, 4096, 8, head_dim), "v", for_backward=True) for head_dim in (64, 128, 256)),
+    *(Case((2, 4096, 8, 128), "q", block, seed=8) for block in ((1, None), (64, None))),
+    Case((2, 4096, 8, 192), "k", None, seed=9, for_backward=True),
+    Case((9000, 4, 96), "v", (None, None), starts=(0, 4000, 4001, 8999), for_backward=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*EMULATED_CASES, *LARGE_CASES], ids=str)
+def test_gpu(case: Case, poisoned_pool: Any) -> None:
+    check_all(CUPY, [case])
+
+
+@pytest.mark.gpu
+def test_the_wrapper_on_a_gpu(poisoned_pool: Any) -> None:
+    """Every bfloat16, under a scale of 1: 448 is the largest of those that are not larger."""
+    bits = np.arange(2**16, dtype=np.uint16)
+    x = bits.view(ml_dtypes.bfloat16).copy()
+    x[np.abs(x.astype(np.float32)) > 448] = 448
+    made = cupyflash.quantize(CUPY.array(x.reshape(1, 256, 1, 256)), "q", block=None)
+    assert made.scale.get() == 1
+    expected = fp8.round_e4m3(x.astype(np.float32))
+    np.testing.assert_array_equal(made.data.get().reshape(-1), expected)
+
+
+@pytest.mark.gpu
+def test_cuda_graph(cupy: Any) -> None:
+    case = Case((1, 256, 4, 64), "v", (None, None))
+    x = cupy.asarray(case.values)
+    cupyflash.quantize(x, "v", block=case.block)
+    x[...] = 0
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        made = cupyflash.quantize(x, "v", block=case.block)
+        graph = stream.end_capture()
+        x.set(case.values)
+        graph.launch(stream)
+        stream.synchronize()
+    host = dataclasses.replace(made, data=made.data.get(), scale=made.scale.get())
+    assert_same(host, case.expected())
+
+
+@pytest.mark.gpu
+def test_torch(cupy: Any) -> None:
+    torch = pytest.importorskip("torch")
+    case = Case((2, 200, 2, 64), dtype="float16")
+    made = cupyflash.quantize(torch.from_numpy(case.values).cuda(), "q")
+    assert made.data.dtype == torch.uint8 and made.data.is_cuda
+    host = {name: getattr(made, name).cpu().numpy() for name in ("data", "scale")}
+    assert_same(dataclasses.replace(made, **host), case.expected())
