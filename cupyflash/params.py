@@ -296,8 +296,8 @@ QUANTIZE_STAGES = ("whole", "tops", "reduce", "convert")
 """``cf::QuantizeStage``, by number."""
 SCALE_KINDS = ("tensor", "head", "block", "token")
 """``cf::ScaleKind``, by number: ``fp8.Arrangement.kind``."""
-ROTATION_WORDS = 8
-"""Words of 32 channels: ``cf::kMaxRotationWords``."""
+MAX_PIECES = 16
+"""Pieces of 16 channels of a token: ``cf::kMaxPieces``."""
 
 QUANTIZE = _layout(
     "cf::QuantizeParams",
@@ -310,9 +310,9 @@ QUANTIZE = _layout(
         *(
             (name, "int32")
             for name in (
-                *("sequences", "rows", "heads", "head_dim", "pieces", "slot_log2", "num_slots"),
-                *("num_tiles", "stage", "kind", "row_pairs", "rotation_width"),
-                *(f"negated[{word}]" for word in range(ROTATION_WORDS)),
+                *("sequences", "rows", "heads", "head_dim", "pieces", "reciprocal", "slot_log2"),
+                *("num_slots", "num_tiles", "stage", "kind", "row_pairs", "rotation_width"),
+                *(f"negated[{piece}]" for piece in range(MAX_PIECES)),
             )
         ),
         ("rotation_factor", "float"),

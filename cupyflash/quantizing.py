@@ -19,7 +19,7 @@ from cupyflash.arrays import Adapter, Array
 from cupyflash.errors import UnsupportedError
 from cupyflash.fp8 import Arrangement, Quantized
 from cupyflash.launch import CudaBackend, EmulatedBackend, Launch
-from cupyflash.params import QUANTIZE, QUANTIZE_STAGES, ROTATION_WORDS, SCALE_KINDS
+from cupyflash.params import QUANTIZE, QUANTIZE_STAGES, SCALE_KINDS
 from cupyflash.problem import LAYOUTS, alignment_fault, as_int, to_bshd
 from cupyflash.select import KernelSpec, describe_device, native_target, quantize_spec
 from cupyflash.serve import enqueue
@@ -29,6 +29,7 @@ from cupyflash.tuning import QUANTIZE_BLOCKS, QUANTIZE_DTYPES, QUANTIZE_THREADS
 MAX_HEAD_DIM = 256  # one tile has all channels
 HEAD_DIM_STEP = 8  # 16 bytes of x
 MAX_TILES = 2**31 - 1
+MAX_STRIDE = 1 << 31  # of tokens, in elements
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,7 +238,7 @@ def quantize_launches(
     """
     arrangement = call.arrangement
     _, rows, heads, head_dim = arrangement.shape
-    tiles = num_tiles(arrangement)
+    tiles, pieces = num_tiles(arrangement), arrangement.width // fp8.WIDTH_STEP
     values: dict[str, int | float] = {
         name: views[name].pointer if name in views else 0
         for name in ("data", "data_t", "scale", "tops")
@@ -253,10 +254,8 @@ def quantize_launches(
         by_batch, by_head, _ = (0, *views["scale"].strides)[-3:]
         values |= {"scale_stride_batch": by_batch, "scale_stride_head": by_head}
     if call.hadamard_seed is not None:
-        mask = fp8.negated_channels(call.hadamard_seed, head_dim)
-        for word in range(ROTATION_WORDS):
-            bits = mask >> 32 * word & 0xFFFFFFFF
-            values[f"negated[{word}]"] = bits - (bits >> 31 << 32)
+        for piece, bits in enumerate(_sign_bits(call.hadamard_seed, head_dim)):
+            values[f"negated[{piece}]"] = bits
         values["rotation_width"] = fp8.hadamard_width(head_dim)
         values["rotation_factor"] = float(fp8.hadamard_factor(head_dim))
     values |= dict(
@@ -266,7 +265,8 @@ def quantize_launches(
         rows=rows,
         heads=heads,
         head_dim=head_dim,
-        pieces=arrangement.width // fp8.WIDTH_STEP,
+        pieces=pieces,
+        reciprocal=-(-(1 << 16) // pieces),
         slot_log2=arrangement.slot.bit_length() - 1,
         num_slots=arrangement.num_slots,
         num_tiles=tiles,
@@ -282,6 +282,20 @@ def quantize_launches(
             params = QUANTIZE.pack(**values, stage=QUANTIZE_STAGES.index(stage))
             launches.append(Launch(spec, (blocks, 1, 1), bytes(params), (), (), stream))
     return tuple(launches)
+
+
+def _sign_bits(seed: int, head_dim: int) -> list[int]:
+    """``QuantizeParams.negated``: channels 2 i and 2 i + 1 of a piece have bits 15 - i and 31 - i,
+    so that a shift by i puts them where two 16-bit floats have their signs."""
+    mask = fp8.negated_channels(seed, head_dim)
+    words = []
+    for first in range(0, head_dim, fp8.WIDTH_STEP):
+        bits = 0
+        for channel in range(fp8.WIDTH_STEP):
+            place = 15 + 16 * (channel % 2) - channel // 2
+            bits |= (mask >> first + channel & 1) << place
+        words.append(bits - (bits >> 31 << 32))  # as int32
+    return words
 
 
 def _of_batch(view: TensorView) -> tuple[int, ...]:
@@ -308,6 +322,8 @@ def _check_for_kernel(call: QuantizeCall) -> None:
             f"{list(view.strides)} in elements; pass a contiguous copy"
         )
     fault = alignment_fault(view) if view.size else None
+    if fault is None and not -MAX_STRIDE <= view.strides[1] < MAX_STRIDE and view.shape[1] > 1:
+        fault = f"seqlen stride of {view.strides[1]} elements does not fit 32 bits"
     if fault is not None:
         raise ValueError(f"x: {fault}; pass a contiguous copy")
     if starts is not None:
@@ -323,9 +339,11 @@ def _check_for_kernel(call: QuantizeCall) -> None:
             raise TypeError(
                 f"cu_seqlens: expected an array on {view.device}, where x is, got {starts.device}"
             )
-    tiles = num_tiles(call.arrangement)
-    if tiles > MAX_TILES:
-        raise UnsupportedError(f"x: {tiles} slots of heads exceed the {MAX_TILES} of a launch")
+    tiles, row = num_tiles(call.arrangement), view.shape[2] * call.arrangement.width
+    if tiles > MAX_TILES or row >= MAX_STRIDE:
+        raise UnsupportedError(
+            f"x: {tiles} slots of heads, {row} numbers of a token: a launch takes fewer than 2**31"
+        )
 
 
 # --- the CPU --------------------------------------------------------------------------------------

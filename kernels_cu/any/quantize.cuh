@@ -59,6 +59,11 @@ CF_DEVICE float scale_of(float top) {
   return top == 0.0f ? 1.0f : ptx::fmax(top / kMaxE4m3, kMinScale);
 }
 
+// Of numbers that are not negative, in half the instructions.
+CF_DEVICE int quotient(int a, int b) {
+  return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
+}
+
 // The tokens of a slot: rows [begin, begin + count) of x.
 struct TokenSlot {
   int sequence;     // its index
@@ -73,7 +78,7 @@ struct TokenSlot {
   CF_DEVICE TokenSlot(const QuantizeParams& params, int slot) {
     const int tokens = 1 << params.slot_log2;
     if (params.cu_seqlens == nullptr) {
-      sequence = array_batch = slot / params.num_slots;
+      sequence = array_batch = quotient(slot, params.num_slots);
       column = slot - sequence * params.num_slots;
       begin = token_scale = column * tokens;
       count = stored = scaled = min(params.rows - begin, tokens);
@@ -110,30 +115,40 @@ struct Place {
 
   CF_DEVICE Place(const QuantizeParams& params, int i) {
     idx = i * Config::kThreads + ptx::tid();
-    const uint32_t pieces = static_cast<uint32_t>(params.pieces);
-    const uint32_t row = static_cast<uint32_t>(idx) / pieces;
-    token = static_cast<int>(row);
+    // idx / pieces: exact while idx * (pieces * reciprocal - 2^16) < 2^16, which is below 15 idx.
+    static_assert(15 * Config::kPieces * Config::kThreads < 1 << 16);
+    token = idx * params.reciprocal >> 16;
     channel = (idx - token * params.pieces) * kPieceChannels;
     exists = token >> params.slot_log2 == 0;
   }
 };
+
+// One instruction: a stride of tokens has 32 bits.
+CF_DEVICE int64_t row_offset(int token, int64_t stride) {
+  return static_cast<int64_t>(token) * static_cast<int32_t>(stride);
+}
 
 // Sixteen channels of a token, as they were read.
 template <class Element>
 struct RawPiece {
   uint32_t words[8];
 
-  CF_DEVICE void load(const Element* row, int channel, int head_dim, bool exists) {
+  // `channels` of them exist.
+  CF_DEVICE void load(const Element* x, int channels) {
     CF_UNROLL
     for (int half = 0; half < 2; ++half) {
-      const int first = channel + 8 * half;
       u32x4 v = {0, 0, 0, 0};
-      if (exists && first < head_dim) v = ptx::ldg128(row + first);
+      if (8 * half < channels) v = ptx::ldg128(x + 8 * half);
       words[4 * half] = v.x;
       words[4 * half + 1] = v.y;
       words[4 * half + 2] = v.z;
       words[4 * half + 3] = v.w;
     }
+  }
+  CF_DEVICE void negate(uint32_t negated) {  // see QuantizeParams
+    constexpr uint32_t kSigns = 0x80008000u;
+    CF_UNROLL
+    for (int i = 0; i < 8; ++i) words[i] ^= negated << i & kSigns;
   }
   CF_DEVICE void widen(float (&values)[kPieceChannels]) const {
     CF_UNROLL
@@ -143,16 +158,9 @@ struct RawPiece {
   }
 };
 
-// The same, rotated. All lanes of the warp must call it: a Hadamard matrix of more than 16 channels
-// spans a power of two of lanes, and begins at a multiple of it.
-CF_DEVICE void rotate(const QuantizeParams& params, int channel,
-                      float (&values)[kPieceChannels]) {
-  const uint32_t negated =
-      static_cast<uint32_t>(params.negated[channel / 32]) >> (channel & kPieceChannels);
-  CF_UNROLL
-  for (int i = 0; i < kPieceChannels; ++i) {
-    values[i] = ptx::bits_float(ptx::float_bits(values[i]) ^ (negated >> i & 1) << 31);
-  }
+// A piece times the Hadamard matrix. All lanes of the warp must call it: a matrix of more than 16
+// channels spans a power of two of lanes, and begins at a multiple of it.
+CF_DEVICE void mix_channels(const QuantizeParams& params, float (&values)[kPieceChannels]) {
   CF_UNROLL
   for (int distance = 1; distance < kPieceChannels; distance *= 2) {
     if (distance >= params.rotation_width) break;
@@ -166,11 +174,11 @@ CF_DEVICE void rotate(const QuantizeParams& params, int channel,
   }
   CF_NO_UNROLL
   for (int step = 1; step * kPieceChannels < params.rotation_width; step *= 2) {
-    const bool is_upper = (ptx::lane() & step) != 0;
+    const float sign = (ptx::lane() & step) == 0 ? 1.0f : -1.0f;
     CF_UNROLL
     for (int i = 0; i < kPieceChannels; ++i) {
-      const float other = ptx::shfl_xor(values[i], step);
-      values[i] = is_upper ? other - values[i] : values[i] + other;
+      // The sum, in the upper lane lower minus upper, rounded as an addition would.
+      values[i] = ptx::fma(values[i], sign, ptx::shfl_xor(values[i], step));
     }
   }
   CF_UNROLL
@@ -333,19 +341,21 @@ struct Tile {
 
   CF_DEVICE void load(const QuantizeParams& params, const TokenSlot& slot, int head) {
     const auto* x = static_cast<const Element*>(params.x) +
-                    slot.array_batch * params.x_stride_batch + head * params.x_stride_head;
+                    slot.array_batch * params.x_stride_batch + head * params.x_stride_head +
+                    slot.begin * params.x_stride_seqlen;
     CF_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       const Place<Config> place(params, i);
-      raw[i].load(x + (slot.begin + static_cast<int64_t>(place.token)) * params.x_stride_seqlen,
-                  place.channel, params.head_dim, place.token < slot.count);
+      raw[i].load(x + row_offset(place.token, params.x_stride_seqlen) + place.channel,
+                  place.token < slot.count ? params.head_dim - place.channel : 0);
     }
     if constexpr (Config::kRotate != 0) {
       CF_UNROLL
       for (int i = 0; i < kPieces; ++i) {
         const Place<Config> place(params, i);
+        raw[i].negate(static_cast<uint32_t>(params.negated[place.channel / kPieceChannels]));
         raw[i].widen(rotated[i]);
-        if (place.exists) rotate(params, place.channel, rotated[i]);
+        if (place.exists) mix_channels(params, rotated[i]);
       }
     }
   }
@@ -382,7 +392,9 @@ struct Tile {
     const saddr tokens_smem = ptx::smem_base() + Layout::kTokensOffset;
     const saddr tile_smem = ptx::smem_base() + Layout::kTileOffset;
     uint8_t* data = static_cast<uint8_t*>(params.data) +
-                    slot.array_batch * params.data_stride_batch + head * params.data_stride_head;
+                    slot.array_batch * params.data_stride_batch + head * params.data_stride_head +
+                    slot.begin * params.data_stride_seqlen;
+    const int stored = params.data != nullptr ? slot.stored : 0;
     CF_UNROLL
     for (int i = 0; i < kPieces; ++i) {
       const Place<Config> place(params, i);
@@ -398,12 +410,14 @@ struct Tile {
         words[w] = ptx::pack4_e4m3(ptx::mul(v[4 * w], inverse), ptx::mul(v[4 * w + 1], inverse),
                                    ptx::mul(v[4 * w + 2], inverse),
                                    ptx::mul(v[4 * w + 3], inverse));
-        if (place.token >= slot.count) words[w] = 0;  // a rotated zero may be negative
+        if constexpr (Config::kRotate != 0) {
+          if (place.token >= slot.count) words[w] = 0;  // a rotated zero may be negative
+        }
       }
       const u32x4 numbers = {words[0], words[1], words[2], words[3]};
-      if (params.data != nullptr && place.token < slot.stored) {
-        const int64_t row = slot.begin + place.token;
-        ptx::stg128(data + row * params.data_stride_seqlen + place.channel, numbers);
+      if (place.token < stored) {
+        ptx::stg128(data + row_offset(place.token, params.data_stride_seqlen) + place.channel,
+                    numbers);
       }
       if (params.data_t != nullptr) {
         ptx::sts128(piece_smem(params, tile_smem, place.idx, place.token / 16), numbers);
@@ -419,7 +433,7 @@ CF_DEVICE void quantize(const QuantizeParams& params) {
     reduce_tops<Config>(params);
     return;
   }
-  const int flat_slot = ptx::cta_idx() / params.heads;
+  const int flat_slot = quotient(ptx::cta_idx(), params.heads);
   const int head = ptx::cta_idx() - flat_slot * params.heads;
   const TokenSlot slot(params, flat_slot);
   Tile<Config> tile;
