@@ -36,6 +36,7 @@ them in that order (``ROW_PAIR_ORDER``).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,6 +108,7 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 _MASK = (1 << 64) - 1
 
 
+@functools.lru_cache(maxsize=64)
 def negated_channels(seed: int, head_dim: int) -> int:
     """Which channels a rotation negates: bit c is set for channel c.
 

@@ -7,6 +7,7 @@ three: the largest magnitudes of all tiles, their maxima, the numbers.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -284,7 +285,8 @@ def quantize_launches(
     return tuple(launches)
 
 
-def _sign_bits(seed: int, head_dim: int) -> list[int]:
+@functools.lru_cache(maxsize=64)
+def _sign_bits(seed: int, head_dim: int) -> tuple[int, ...]:
     """``QuantizeParams.negated``: channels 2 i and 2 i + 1 of a piece have bits 15 - i and 31 - i,
     so that a shift by i puts them where two 16-bit floats have their signs."""
     mask = fp8.negated_channels(seed, head_dim)
@@ -295,7 +297,7 @@ def _sign_bits(seed: int, head_dim: int) -> list[int]:
             place = 15 + 16 * (channel % 2) - channel // 2
             bits |= (mask >> first + channel & 1) << place
         words.append(bits - (bits >> 31 << 32))  # as int32
-    return words
+    return tuple(words)
 
 
 def _of_batch(view: TensorView) -> tuple[int, ...]:
