@@ -310,6 +310,19 @@ def test_rotation_keeps_scores(head_dim: int) -> None:
     assert errors[11] < errors[None]
 
 
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_other_libraries_on_the_cpu(library: str) -> None:
+    module = pytest.importorskip(library)
+    case = Case((1, 150, 2, 32), "v", None, for_backward=True, dtype="float16")
+    x = case.values
+    given = module.from_numpy(x) if library == "torch" else module.numpy.asarray(x)
+    made = cupyflash.quantize(given, "v", block=None, for_backward=True)
+    arrays = {name: getattr(made, name) for name in ("data", "scale", "data_t")}
+    assert all(isinstance(array, type(given)) for array in arrays.values())
+    host = {name: np.asarray(array) for name, array in arrays.items()}
+    assert_same(dataclasses.replace(made, **host), case.expected())
+
+
 # --- the order of transposed tokens ---------------------------------------------------------------
 
 
@@ -537,7 +550,7 @@ def test_emulated_elsewhere(target: str) -> None:
 @pytest.mark.parametrize("guard", ["before", "after"])
 @pytest.mark.parametrize("target", [pytest.param("sm_90a", marks=emulated)])
 def test_nothing_is_read_or_written_beside_the_arrays(target: str, guard: str) -> None:
-    path = EmulatedPath(target, {"guard": guard})
+    path = EmulatedPath(target, {"guard": guard, "sanitize": True})
     check_all(path, EMULATED_CASES)
     # Starts that are none are clamped.
     for starts in ((0, 1000, 100), (-5, 70), (90, 20, 100)):

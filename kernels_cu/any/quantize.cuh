@@ -29,7 +29,7 @@
 // and between tile_smem and its readers. A CTA makes one tile, so there is no way back.
 #pragma once
 #include "any/quantize_params.cuh"
-#include "attn/scheduler.cuh"
+#include "attn/sequence.cuh"
 #include "ptx/ptx.cuh"
 #include "tile/math.cuh"
 #include "types.cuh"
@@ -64,6 +64,11 @@ CF_DEVICE int quotient(int a, int b) {
   return static_cast<int>(static_cast<uint32_t>(a) / static_cast<uint32_t>(b));
 }
 
+// The first slot of packed sequence `s`.
+CF_DEVICE int first_slot(const QuantizeParams& params, int s) {
+  return (clamp(read_or(params.cu_seqlens, s, 0), 0, params.rows) >> params.slot_log2) + s;
+}
+
 // The tokens of a slot: rows [begin, begin + count) of x.
 struct TokenSlot {
   int sequence;     // its index
@@ -84,16 +89,16 @@ struct TokenSlot {
       count = stored = scaled = min(params.rows - begin, tokens);
       return;
     }
-    int low = 0, high = params.sequences;  // first(low) <= slot < first(high)
+    int low = 0, high = params.sequences;  // first_slot(low) <= slot < first_slot(high)
     while (high - low > 1) {
       const int middle = (low + high) >> 1;
-      (first_slot(params.cu_seqlens, params.rows, middle, tokens) <= slot ? low : high) = middle;
+      (first_slot(params, middle) <= slot ? low : high) = middle;
     }
     const int start = clamp(read_or(params.cu_seqlens, low, 0), 0, params.rows);
     const int end = clamp(read_or(params.cu_seqlens, low + 1, 0), start, params.rows);
     const int limit = low == params.sequences - 1 ? params.rows : end;
     // Not below 0 unless the first start is not 0.
-    const int offset = max(slot - start / tokens - low, 0) * tokens;
+    const int offset = max(slot - (start >> params.slot_log2) - low, 0) << params.slot_log2;
     sequence = low;
     array_batch = 0;
     column = slot;
@@ -288,12 +293,12 @@ CF_DEVICE void reduce_tops(const QuantizeParams& params) {
   using Layout = QuantizeLayout<Config>;
   int first = 0, end = params.num_tiles, step = 1;
   if (params.kind == kHeadScale) {
-    const int sequence = ptx::cta_idx() / params.heads;
+    const int sequence = quotient(ptx::cta_idx(), params.heads);
     const int head = ptx::cta_idx() - sequence * params.heads;
     const auto slot = [&](int s) {
       if (params.cu_seqlens == nullptr) return s * params.num_slots;
       if (s == params.sequences) return params.num_slots;
-      return first_slot(params.cu_seqlens, params.rows, s, 1 << params.slot_log2);
+      return first_slot(params, s);
     };
     step = params.heads;
     first = slot(sequence) * step + head;
