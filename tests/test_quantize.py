@@ -394,6 +394,65 @@ def test_gradients_of_scores_meet_their_keys() -> None:
     np.testing.assert_array_equal(rows @ stored.T, ds @ k[0, :, 0])
 
 
+# A warpgroup: S[64, 128] = Q K^T and O[64, 32] = S V with 8-bit operands, S packed as it is held.
+PRODUCTS = """
+  const saddr q = smem_base(), k = q + 8192, v = k + 16384;  // rows of 128 bytes, 128-byte swizzle
+  const auto fill = [&](saddr tile, const void* source, int rows) {
+    for (int i = tid(); i < 32 * rows; i += 128) {
+      const uint32_t offset = 4 * i;
+      sts32(tile + (offset ^ (offset >> 3 & 0x70)), static_cast<const uint32_t*>(source)[i]);
+    }
+  };
+  fill(q, params.a, 192);  // and k
+  fill(v, params.b, 32);
+  fence_proxy_async();
+  cta_sync();
+  constexpr uint32_t kHigh = 0x40000040, kLow = 0x10000;
+  float s[64], o[16];
+  wgmma_fence();
+  for (int step = 0; step < 4; ++step) {
+    wgmma_ss<e4m3_t, 128, kHigh, kHigh, 0>(s, (q >> 4 | kLow) + 2 * step,
+                                           (k >> 4 | kLow) + 2 * step, step > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  uint32_t p[4][4];
+  for (int step = 0; step < 4; ++step) {
+    for (int i = 0; i < 4; ++i) {
+      const float* held = s + 16 * step + i / 2 * 8 + i % 2 * 2;
+      p[step][i] = pack4_e4m3(held[0], held[1], held[4], held[5]);
+    }
+  }
+  wgmma_fence();
+  for (int step = 0; step < 4; ++step) {
+    wgmma_rs<e4m3_t, 32, kHigh, 0>(o, p[step], (v >> 4 | kLow) + 2 * step, step > 0);
+  }
+  wgmma_commit();
+  wgmma_wait<0>();
+  const int row = tid() / 32 * 16 + tid() % 32 / 4;
+  for (int i = 0; i < 16; ++i)
+    stg_f32(params.out + 32 * (row + i / 2 % 2 * 8) + i / 4 * 8 + tid() % 4 * 2 + i % 2, o[i]);
+"""
+
+
+@pytest.mark.parametrize("target", [pytest.param("sm_90a", marks=emulated)])
+def test_two_products_on_the_emulator(target: str) -> None:
+    """Whose fragments are those of a GPU, for 16-bit numbers: tests/conformance."""
+    rng = np.random.default_rng(6)
+    q, k = np.zeros((1, 64, 1, 128), np.float32), np.zeros((1, 128, 1, 128), np.float32)
+    q[0, np.arange(64), 0, rng.integers(0, 100, 64)] = 1
+    k[..., :100] = rng.integers(-8, 9, (1, 128, 1, 100))
+    v = rng.integers(-8, 9, (1, 128, 1, 32)).astype(np.float32)
+    q[0, 0, 0, 126] = k[0, 0, 0, 127] = v[0, 0, 0, 0] = 448  # all scales are 1
+    made = [cupyflash.quantize(x, role) for x, role in ((q, "q"), (k, "k"), (v, "v"))]
+    assert all((x.scale == 1).all() for x in made)
+    rows = np.concatenate([x.data.reshape(-1, 128) for x in made[:2]])
+    kernel = harness.Kernel(PRODUCTS, target, threads=128, shared_bytes=28672)
+    launch = harness.Launch(rows, made[2].data[0, 0], np.full((64, 32), np.nan, np.float32))
+    out, _ = harness.run(kernel, launch)
+    np.testing.assert_array_equal(out, q[0, :, 0] @ k[0, :, 0].T @ v[0, :, 0])
+
+
 @pytest.mark.parametrize("role", fp8.ROLES)
 @pytest.mark.parametrize("starts", [None, PACKED])
 def test_the_other_way_round(role: str, starts: Any) -> None:
