@@ -9,9 +9,18 @@ from cupyflash.select import (
     backward_queries_spec,
     backward_spec_for,
     merge_spec,
+    quantize_spec,
     spec_for,
 )
-from cupyflash.tuning import DTYPES, FAMILIES, MERGE_DTYPES, Family, device_bytes
+from cupyflash.tuning import (
+    DTYPES,
+    FAMILIES,
+    MERGE_DTYPES,
+    QUANTIZE_BLOCKS,
+    QUANTIZE_DTYPES,
+    Family,
+    device_bytes,
+)
 
 RECIPES: dict[str, tuple[str, ...]] = {
     # Compute capabilities 8.x, 9.0, 10.0 and 10.3, each with the kernels made for it.
@@ -63,9 +72,14 @@ def family_of(target: str) -> Family:
 
 def _specs_of(target: str) -> list[KernelSpec]:
     """What the devices of a target would choose: the first row that fits and serves, each, alone
-    and in clusters (lengths decide between them); and the merges."""
+    and in clusters (lengths decide between them); the merges and quantizations."""
     family = family_of(target)
     found = [merge_spec(dtype, target) for dtype in MERGE_DTYPES]
+    found += [
+        quantize_spec(dtype, target, pieces, bool(rotate))
+        for dtype in QUANTIZE_DTYPES
+        for pieces, rotate in QUANTIZE_BLOCKS
+    ]
     for shared_bytes in SHARED_BYTES[target]:
         served = set()
         for tile in family.tiles:

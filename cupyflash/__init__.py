@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cupyflash.api import (
         Grads,
-        Quantized,
         RawKernel,
         attention,
         attention_backward,
@@ -28,13 +27,14 @@ if TYPE_CHECKING:
         MissingKernelError,
         UnsupportedError,
     )
+    from cupyflash.fp8 import Quantized
     from cupyflash.serve import forget_configurations
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Grads": "api",
-    "Quantized": "api",
+    "Quantized": "fp8",
     "RawKernel": "api",
     "attention": "api",
     "attention_backward": "api",

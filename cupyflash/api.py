@@ -24,10 +24,12 @@ from cupyflash.arrays import Array
 from cupyflash.cache import default_cache
 from cupyflash.driver import default_driver
 from cupyflash.errors import UnsupportedError
+from cupyflash.fp8 import Quantized
 from cupyflash.gradients import resolve_backward, run_backward
 from cupyflash.launch import EmulatedBackend, forward_launch, load_kernel, prepare
 from cupyflash.merging import merge_on_device
 from cupyflash.params import FORWARD
+from cupyflash.quantizing import resolve_quantize, run_quantize
 from cupyflash.schedule import describe_work
 from cupyflash.select import explain as explain_choice
 from cupyflash.select import select
@@ -457,60 +459,73 @@ def attention_backward(
     return Grads(*run_backward(grad_call))
 
 
-@dataclass(frozen=True, eq=False)
-class Quantized:
-    """A tensor as scaled low-precision numbers: value = data * scale, block by block.
-
-    Attributes:
-        data: the numbers; for the role "v" transposed and permuted as its kernel reads them.
-        scale: float32 scales, one a block.
-        fmt: element format, such as "e4m3".
-        block: (tokens, channels) that share a scale; None for all.
-        role: "q", "k", "v" or "dout".
-        shape: shape of the tensor that was quantized.
-        hadamard_seed: seed of the random rotation applied before, or None.
-        data_t: transposed copy that gradients need, or None.
-    """
-
-    data: Array
-    scale: Array
-    fmt: str
-    block: tuple[int | None, int | None]
-    role: str
-    shape: tuple[int, ...]
-    hadamard_seed: int | None = None
-    data_t: Array | None = None
-
-
 def quantize(
     x: Array,
     role: str,
     *,
     fmt: str = "e4m3",
-    block: tuple[int | None, int | None] = (128, None),
+    block: tuple[int | None, int | None] | None = (128, None),
     hadamard_seed: int | None = None,
     for_backward: bool = False,
     cu_seqlens: Array | None = None,
+    layout: str = "bshd",
 ) -> Quantized:
-    """Scales and rounds a tensor for the low-precision kernels. Not supported yet: every call
-    raises UnsupportedError.
+    r"""Scales and rounds a tensor to 8-bit floats, in the order in which kernels read them.
+
+    Every block of the tensor gets one float32 scale from the largest magnitude of its finite
+    values, after the rotation if there is one:
+
+    .. math::
+        \text{scale} = \max(\text{amax} / 448, 2^{-126}), \qquad
+        \text{data} = \text{e4m3}(x \cdot (1 / \text{scale})),
+
+    rounded to nearest even. A block of zeros has the scale 1. An infinity becomes 448 times the
+    scale, a NaN stays NaN, and neither changes the scale of its neighbours. The bits are the same
+    on every device; ``cupyflash/fp8.py`` defines them. No attention kernel takes the result yet.
 
     Args:
-        x: [batch, seqlen, heads, head_dim] or packed [total, heads, head_dim].
-        role: "q", "k", "v" or "dout": which operand it will be, which fixes its order in memory.
-        fmt: element format.
-        block: (tokens, channels) that share a scale; None for all.
-        hadamard_seed: seed of a random rotation that spreads outliers over channels.
-        for_backward: also makes the transposed copy that gradients need.
-        cu_seqlens: where packed sequences start.
+        x: [batch, seqlen, heads, head_dim], or packed [total, heads, head_dim] with ``cu_seqlens``.
+            bfloat16, float16, on the CPU also float32 and float64 (which is rounded to float32
+            first).
+        role: "q", "k", "v" or "dout": which operand of attention it will be. "v" is stored
+            transposed, its tokens in another order of each sixteen (``Quantized.data``).
+        fmt: "e4m3", four exponent and three fraction bits, up to 448.
+        block: (tokens, channels) that share a scale, of one head: (128, None) and (64, None) for
+            blocks of tokens, (1, None) for every token (role "q" only), (None, None) for all of a
+            sequence. None for one scale of the whole tensor.
+        hadamard_seed: 0 to 2^64 - 1: multiplies q or k with a random orthogonal matrix, signs from
+            this seed and a Hadamard matrix, before it is rounded: single large channels are spread
+            over all. With the same seed for both, q . k is what it was.
+        for_backward: also stores the tensor the other way round (``Quantized.data_t``), which
+            gradients need.
+        cu_seqlens: [batch + 1] integers, where each packed sequence starts, 0 first, and where the
+            last one ends; int32 beside x on a GPU. Rows behind it are 0.
+        layout: "bshd", or "bhsd" for x [batch, heads, seqlen, head_dim]; the result is in the order
+            of "bshd" in any case.
 
     Returns:
-        Quantized: data and scales.
+        Quantized: data and scales, arrays of x's library where x is.
 
     Raises:
-        UnsupportedError: always, until there are low-precision kernels.
+        UnsupportedError: a format, block or element type that has no kernel.
+        ValueError: shapes, strides or values that do not go together.
+        TypeError: not an array, dtypes or devices that do not go together.
+        DriverError, MissingKernelError, CompileError, RuntimeError: as ``attention``.
+
+    Example:
+        >>> import numpy, cupyflash
+        >>> x = numpy.array([0.25, -3.5, 7, 1], numpy.float32).reshape(1, 1, 1, 4)
+        >>> quantized = cupyflash.quantize(x, "q")
+        >>> quantized.scale[0, 0, 0], quantized.dequantize()[0, 0, 0]
+        (np.float32(0.015625), array([ 0.25, -3.5 ,  7.  ,  1.  ], dtype=float32))
+
+    References:
+        Jay Shah et al., FlashAttention-3, 2024, arXiv:2407.08608, section 3.3 (scales of blocks,
+        incoherent processing, V in another order). Jerry Chee et al., QuIP, 2023, arXiv:2307.13304
+        (incoherence by random orthogonal matrices).
     """
-    raise UnsupportedError("quantize: there are no low-precision kernels yet, on any device")
+    call = resolve_quantize(*(x, role, fmt, block, hadamard_seed, for_backward, cu_seqlens, layout))
+    return run_quantize(call)
 
 
 def merge(outs: Sequence[Array], lses: Sequence[Array], *, return_lse: bool = False) -> Any:

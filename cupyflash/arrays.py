@@ -24,6 +24,7 @@ import numpy
 
 from cupyflash.driver import default_driver
 from cupyflash.errors import UnsupportedError
+from cupyflash.fp8 import Quantized
 from cupyflash.tensor import CPU, Device, DeviceKind, DType, TensorView, contiguous_strides
 
 Array = Any
@@ -348,7 +349,7 @@ class NumbaAdapter(Adapter):
         return view_of_interface(name, array.__cuda_array_interface__)
 
     def empty(self, shape: tuple[int, ...], dtype: DType, device: Device) -> Array:
-        if dtype not in (DType.float16, DType.float32):
+        if dtype not in (DType.float16, DType.float32, DType.uint8):
             raise UnsupportedError(f"out: Numba has no arrays of {dtype}; pass CuPy arrays")
         return self._cuda.device_array(shape, NUMPY_DTYPES[dtype])
 
@@ -460,6 +461,11 @@ def _place(adapter: Adapter) -> str:
 
 def _adapter(name: str, array: Array) -> Adapter:
     kind = type(array)
+    if kind is Quantized:
+        raise UnsupportedError(
+            f"{name}: a quantized tensor, which no kernel takes yet, on any device; pass the array "
+            "that it was made from"
+        )
     for library, serve in _BY_MODULE.items():
         module = next(
             (base.__module__ for base in kind.__mro__ if base.__module__.split(".")[0] == library),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cupyflash import driver as drivers
 from cupyflash.arrays import Adapter, Array
 from cupyflash.errors import UnsupportedError
-from cupyflash.launch import CudaBackend, EmulatedBackend, Launch, announce, load_kernel
+from cupyflash.launch import CudaBackend, EmulatedBackend, Launch
 from cupyflash.params import MAX_MERGE_PARTS, MERGE, MERGE_STRIDES
 from cupyflash.problem import ALIGNMENT, DeviceInfo
 from cupyflash.select import KernelSpec, describe_device, merge_spec, native_target
-from cupyflash.serve import reading
+from cupyflash.serve import enqueue
 from cupyflash.tensor import DeviceKind, DType, TensorView
 from cupyflash.tuning import MERGE_DTYPES
 
@@ -60,7 +59,7 @@ def merge_on_device(
             result = adapter.view("out", out), lse_view
             launch = merge_launch(spec, backend.info, parts, result, stream)
             if isinstance(backend, CudaBackend):
-                _launch_on_gpu(adapter, backend, launch, [*outs, *lses])
+                enqueue(adapter, backend, [launch], [*outs, *lses])
             else:
                 backend.run(launch)
         given = adapter.give(out)
@@ -168,24 +167,3 @@ def _spec_for(dtype: DType, device: DeviceInfo) -> KernelSpec:
             f"merge: needs compute capability 8.0 or later, got {describe_device(device)}"
         )
     return merge_spec(dtype, target)
-
-
-def _launch_on_gpu(
-    adapter: Adapter, backend: CudaBackend, launch: Launch, inputs: list[Array]
-) -> None:
-    index, stream, driver = backend.device_index, launch.stream, drivers.default_driver()
-    kernel = load_kernel(launch.spec, index, stream)
-    announce(launch.spec, f"GPU {index} ({backend.info.name})", kernel.origin)
-    prepared = drivers.PreparedLaunch(
-        context=kernel.context,
-        function=kernel.function,
-        grid=launch.grid,
-        block=launch.block,
-        cluster=launch.spec.cluster,
-        shared_bytes=launch.spec.shared_bytes,
-        params=launch.params,
-        pointer_offsets=(),
-        maps=(),
-    )
-    with reading(adapter, driver, index, stream, inputs):
-        driver.launch(prepared, stream, ())

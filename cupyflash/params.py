@@ -292,6 +292,36 @@ MERGE = _layout(
 )
 """Layout of ``cf::MergeParams``, its array of parts member by member."""
 
+QUANTIZE_STAGES = ("whole", "tops", "reduce", "convert")
+"""``cf::QuantizeStage``, by number."""
+SCALE_KINDS = ("tensor", "head", "block", "token")
+"""``cf::ScaleKind``, by number: ``fp8.Arrangement.kind``."""
+MAX_PIECES = 16
+"""Pieces of 16 channels of a token: ``cf::kMaxPieces``."""
+
+QUANTIZE = _layout(
+    "cf::QuantizeParams",
+    [
+        *((array, "pointer") for array in ("x", "data", "data_t", "scale", "tops", "cu_seqlens")),
+        *_strides("x"),
+        *_strides("data"),
+        *((f"data_t_stride_{axis}", "int64") for axis in ("batch", "head", "channel")),
+        *((f"scale_stride_{axis}", "int64") for axis in ("batch", "head")),
+        *(
+            (name, "int32")
+            for name in (
+                *("sequences", "rows", "heads", "head_dim", "pieces", "reciprocal", "slot_log2"),
+                *("num_slots", "num_tiles", "stage", "kind", "row_pairs", "rotation_width"),
+                *(f"negated[{piece}]" for piece in range(MAX_PIECES)),
+            )
+        ),
+        ("rotation_factor", "float"),
+    ],
+    header="any/quantize_params.cuh",
+)
+"""Layout of ``cf::QuantizeParams``; ``kernels_cu/any/quantize_params.cuh`` says what each member
+means."""
+
 
 @dataclass(frozen=True)
 class TensorMapRequest:

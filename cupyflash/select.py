@@ -27,9 +27,12 @@ from cupyflash.tuning import (
     FAMILIES,
     MERGE_BLOCKS,
     MERGE_THREADS,
+    QUANTIZE_BLOCKS,
+    QUANTIZE_THREADS,
     Family,
     Tile,
     device_bytes,
+    quantize_bytes,
     query_tile,
     query_tile_bytes,
 )
@@ -55,7 +58,8 @@ class KernelSpec:
 
     Attributes:
         kernel: what it computes ("forward", "backward", "backward_delta", "backward_convert",
-            "merge"; "backward_keys" and "backward_queries", which share the work of "backward").
+            "merge", "quantize"; "backward_keys" and "backward_queries", which share the work of
+            "backward").
         family: the code that it is made of ("sm80", "sm90", "sm100"; "any": one for all, which has
             no tiles: widths, tile and stages are 0).
         target: what it is compiled for ("sm_80", "sm_90a", "sm_100f", "sm_120", ...).
@@ -95,6 +99,9 @@ class KernelSpec:
             order = "x".join(str(value) for _, value in self.options)
             tile = f"d{self.head_dim_qk}_m{self.block_m}_{order}"
             return "_".join([self.kernel, self.family, self.dtype.short, tile])
+        if self.kernel == "quantize":
+            how = [f"p{self.option('Pieces')}", *["rotated"] * self.option("Rotate")]
+            return "_".join([self.kernel, self.family, self.dtype.short, *how])
         if self.kernel not in TILED_KERNELS:
             return "_".join([self.kernel, self.family, self.dtype.short])
         width = f"d{self.head_dim_qk}"
@@ -304,6 +311,19 @@ def merge_spec(dtype: DType, target: str) -> KernelSpec:
         scheduler="persistent",
         shared_bytes=0,
         options=(),
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def quantize_spec(dtype: DType, target: str, pieces: int, rotate: bool) -> KernelSpec:
+    """The kernel that quantizes an element type (``QUANTIZE_DTYPES``), with (pieces, rotate) of
+    ``QUANTIZE_BLOCKS``."""
+    return dataclasses.replace(
+        _helper_spec("quantize", dtype, target, QUANTIZE_THREADS),
+        min_blocks=QUANTIZE_BLOCKS[pieces, rotate],
+        scheduler="single",
+        shared_bytes=quantize_bytes(pieces),
+        options=(("Pieces", pieces), ("Rotate", int(rotate))),
     )
 
 

@@ -8,16 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
 
 from cupyflash import arrays
+from cupyflash import driver as drivers
 from cupyflash.arguments import Call, as_one
 from cupyflash.arrays import Adapter, Array
-from cupyflash.driver import Driver
-from cupyflash.launch import CudaBackend, EmulatedBackend, Plan, forward_launch, in_flight
+from cupyflash.driver import Driver, PreparedLaunch
+from cupyflash.launch import (
+    CudaBackend,
+    EmulatedBackend,
+    Launch,
+    Plan,
+    announce,
+    forward_launch,
+    in_flight,
+    load_kernel,
+)
 from cupyflash.params import DEVICE_LENGTHS
 from cupyflash.problem import as_int, to_bshd
 from cupyflash.select import describe_problem, select
@@ -282,6 +292,30 @@ def reading(
     yield
     if adapter.keeps_alive:
         in_flight.hold(index, stream, inputs)
+
+
+def enqueue(
+    adapter: Adapter, backend: CudaBackend, launches: Sequence[Launch], inputs: list[Array]
+) -> None:
+    """Enqueues launches without tensor maps, one after another, that read ``inputs``; does not
+    wait."""
+    index, stream, driver = backend.device_index, launches[0].stream, drivers.default_driver()
+    kernels = [load_kernel(launch.spec, index, stream) for launch in launches]
+    with reading(adapter, driver, index, stream, inputs):
+        for launch, kernel in zip(launches, kernels):
+            announce(launch.spec, f"GPU {index} ({backend.info.name})", kernel.origin)
+            prepared = PreparedLaunch(
+                context=kernel.context,
+                function=kernel.function,
+                grid=launch.grid,
+                block=launch.block,
+                cluster=launch.spec.cluster,
+                shared_bytes=launch.spec.shared_bytes,
+                params=launch.params,
+                pointer_offsets=(),
+                maps=(),
+            )
+            driver.launch(prepared, stream, ())
 
 
 def check_lengths(call: Call) -> None:

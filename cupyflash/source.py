@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupyflash.params import BACKWARD, FORWARD, MERGE
+from cupyflash.params import BACKWARD, FORWARD, MERGE, QUANTIZE
 from cupyflash.select import TILED_KERNELS, KernelSpec
 from cupyflash.tensor import DType
 from cupyflash.tuning import FAMILIES
@@ -132,19 +132,23 @@ _LAYOUTS = {
     "backward": "BackwardLayout",
     "backward_keys": "BackwardLayout",
     "backward_queries": "QueriesLayout",
+    "quantize": "QuantizeLayout",
 }
 """The map of shared memory of a kernel, whose size ``tuning.py`` knows too."""
 
+_PARAMS = {"forward": FORWARD, "merge": MERGE, "quantize": QUANTIZE}
+"""The launch struct of a kernel; those of a backward pass share one."""
+
 
 def _text(spec: KernelSpec) -> str:
-    layout = FORWARD if spec.kernel == "forward" else MERGE if spec.kernel == "merge" else BACKWARD
+    layout = _PARAMS.get(spec.kernel, BACKWARD)
     offsets = "\n".join(
         f"static_assert(CF_OFFSETOF({layout.cpp_name}, {field.name}) == {field.offset});"
         for field in layout.fields
     )
     members = "\n".join(f"  {member};" for member in _config_members(spec))
     agreement = ""
-    if spec.kernel in TILED_KERNELS:
+    if spec.kernel in _LAYOUTS:
         layout_name = f"cf::{spec.family}::{_LAYOUTS[spec.kernel]}"
         agreement = f"""
 // cupyflash/tuning.py and the kernel agree on the shared memory of a block.
@@ -179,7 +183,8 @@ def _config_members(spec: KernelSpec) -> list[str]:
         )
         return [element, *(f"static constexpr int k{name} = {value}" for name, value in numbers)]
     if spec.kernel not in TILED_KERNELS:
-        return [element, f"static constexpr int kThreads = {spec.threads}"]
+        numbers = (("Threads", spec.threads), *spec.options)
+        return [element, *(f"static constexpr int k{name} = {value}" for name, value in numbers)]
     numbers = (
         ("HeadDimQk", spec.head_dim_qk),
         ("HeadDimV", spec.head_dim_v),

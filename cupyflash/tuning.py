@@ -628,3 +628,16 @@ BACKWARD_CONVERT_BLOCKS = 2
 """Blocks an SM: with four, and 64 registers a thread, transposed sums spilled 48 bytes."""
 MERGE_BLOCKS = 4
 """Threads of a block of the merge, and blocks an SM: 32 warps, 64 registers a thread; not timed."""
+
+QUANTIZE_DTYPES = (DType.bfloat16, DType.float16)
+"""Element types that ``quantize`` takes on a GPU."""
+QUANTIZE_THREADS = 256
+QUANTIZE_BLOCKS = {(4, False): 4, (8, False): 2, (4, True): 2, (8, True): 1}
+"""(pieces of 16 channels that a thread holds, whether it rotates them) to blocks an SM: what fits
+the registers without spills. Four pieces are a tile of 128 tokens and 128 channels, 32 KB of loads
+in flight; with two for narrow tiles no more than four blocks would fit either. Not timed."""
+
+
+def quantize_bytes(pieces: int) -> int:
+    """Shared memory of a block: numbers and tops of its pieces, tops of warps."""
+    return pieces * QUANTIZE_THREADS * (16 + 4) + 32 * 4

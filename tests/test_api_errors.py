@@ -517,8 +517,11 @@ def test_what_is_to_come_says_so():
     out, lse = cupyflash.attention(q, k, v, return_lse=True)
     with pytest.raises(cupyflash.UnsupportedError, match="dout_scale"):
         cupyflash.attention_backward(out, q, k, v, out, lse, dout_scale=out)
-    with pytest.raises(cupyflash.UnsupportedError, match="quantize"):
-        cupyflash.quantize(q, "q")
+    quantized = cupyflash.quantize(q, "q")
+    for name in ("q", "k", "v"):
+        tensors = {"q": q, "k": k, "v": v, name: quantized}
+        with pytest.raises(cupyflash.UnsupportedError, match=f"{name}: a quantized tensor"):
+            cupyflash.attention(**tensors)
 
 
 def test_merge_of_two_halves_is_the_whole():

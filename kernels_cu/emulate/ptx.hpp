@@ -161,6 +161,32 @@ CF_DEVICE void unpack2<f16_t>(float& low, float& high, uint32_t pair) {
   high = static_cast<float>(__builtin_bit_cast(_Float16, static_cast<uint16_t>(pair >> 16)));
 }
 
+CF_DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t bytes = a | static_cast<uint64_t>(b) << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t choice = selector >> 4 * i & 0xf;
+    uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (choice & 7)) & 0xff;
+    if ((choice & 8) != 0) byte = (byte & 0x80) != 0 ? 0xff : 0;  // its sign, eight times
+    result |= byte << 8 * i;
+  }
+  return result;
+}
+// By the spacing of e4m3 numbers: 2^-9 below 2^-6, an eighth of the power of two from there on.
+CF_DEVICE uint32_t emulated_e4m3(float x) {
+  if (x != x) return 0x7f;
+  const uint32_t sign = float_bits(x) >> 24 & 0x80;
+  const float magnitude = __builtin_fminf(__builtin_fabsf(x), 448.0f);
+  int exponent = static_cast<int>(float_bits(magnitude) >> 23) - 127;
+  if (exponent < -6) exponent = -6;
+  const float steps = __builtin_rintf(__builtin_ldexpf(magnitude, 3 - exponent));  // 0 to 16
+  return sign | static_cast<uint32_t>((exponent + 6) * 8 + static_cast<int>(steps));
+}
+CF_DEVICE uint32_t pack4_e4m3(float v0, float v1, float v2, float v3) {
+  return emulated_e4m3(v0) | emulated_e4m3(v1) << 8 | emulated_e4m3(v2) << 16 |
+         emulated_e4m3(v3) << 24;
+}
+
 CF_DEVICE void trap(CF_WHERE) { emulate::trap(where); }
 
 // --- sm80.cuh ------------------------------------------------------------------------------------

@@ -40,6 +40,42 @@ CF_DEVICE void unpack2<f16_t>(float& low, float& high, uint32_t pair) {
       : "r"(pair));
 }
 
+// Byte i of the result is byte s of the eight of a (0 to 3) and b (4 to 7), where s is in bits 4 i
+// to 4 i + 2 of the selector; bit 4 i + 3 asks for its sign in all bits. (PTX ISA: prmt.)
+CF_DEVICE uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+// Four e4m3 numbers, the first in the lowest byte: rounded to nearest even, saturated, NaN 0x7f.
+// (PTX ISA: cvt.rn.satfinite.e4m3x2.f32, which comes with compute capability 8.9.)
+CF_DEVICE uint32_t pack4_e4m3(float v0, float v1, float v2, float v3) {
+  uint32_t r;
+#if __CUDA_ARCH__ >= 890
+  asm("{\n.reg .b16 l, h;\ncvt.rn.satfinite.e4m3x2.f32 l, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 h, %4, %3;\nmov.b32 %0, {l, h};\n}"
+      : "=r"(r)
+      : "f"(v0), "f"(v1), "f"(v2), "f"(v3));
+#else
+  const float values[4] = {v0, v1, v2, v3};
+  r = 0;
+  CF_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t bits = __float_as_uint(values[i]), magnitude = bits & 0x7fffffffu;
+    const uint32_t clipped = ::min(magnitude, 0x43e00000u);  // 448
+    // Below 2^-6 numbers are multiples of 2^-9, and so are those of float32 from 2^14 on.
+    const uint32_t small = __float_as_uint(__uint_as_float(clipped) + 16384.0f) - 0x46800000u;
+    const uint32_t large = ((clipped + 0x7ffffu + (clipped >> 20 & 1)) >> 20) - (120u << 3);
+    uint32_t number = clipped < 0x3c800000u ? small : large;
+    number |= bits >> 24 & 0x80u;
+    if (magnitude > 0x7f800000u) number = 0x7fu;
+    r |= number << 8 * i;
+  }
+#endif
+  return r;
+}
+
 #if __CUDA_ARCH__ >= 900
 // Contiguous bytes, a multiple of 16 as both addresses are; `bar` receives them. (PTX ISA:
 // cp.async.bulk.)
