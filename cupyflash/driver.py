@@ -30,10 +30,11 @@ from cupyflash.problem import DeviceInfo
 from cupyflash.source import find_packaged
 from cupyflash.tensor import DType
 
-VERSION = 2
-MAX_POINTERS = 16
+VERSION = 3
+MAX_POINTERS = 24
 MAX_MAPS = 8
 MAX_RANK = 5
+MAX_LAUNCHES = 4
 MAX_PARAMS_BYTES = 4096
 NO_POINTER = 0xFFFFFFFF
 FLAG_DEPENDENT_LAUNCH = 1
@@ -59,9 +60,10 @@ DRIVER_TABLE = (
     ("cuTensorMapEncodeTiled", False),
 )
 
-# CfTensorMap, CfLaunch without its maps, CfArguments. Native alignment makes the padding.
+# CfTensorMap, CfLaunch without its maps, CfPlan, CfArguments. Native alignment makes the padding.
 _MAP = struct.Struct(f"@5I{MAX_RANK}I{MAX_RANK}Q{MAX_RANK - 1}Qq")
 _LAUNCH = struct.Struct(f"@2I2Q3I3I2IQ3I{MAX_POINTERS}IIQ")
+_PLAN = struct.Struct(f"@2IQ{MAX_LAUNCHES}Q")
 _ARGUMENTS = struct.Struct(f"@Q{MAX_POINTERS}Q")
 _LAUNCH_BYTES = _LAUNCH.size + MAX_MAPS * _MAP.size
 
@@ -237,11 +239,33 @@ class PreparedLaunch:
             NO_POINTER if counter_idx is None else counter_idx,
             0 if counters is None else counters.address,
         )
+        self.context = context
         self._counters = counters
         packed = head + b"".join(tensor_map.pack() for tensor_map in maps)
         self._launch = ctypes.create_string_buffer(packed, _LAUNCH_BYTES)
         self.address = ctypes.addressof(self._launch)
         self.params_bytes = len(params)
+
+
+class PreparedPlan:
+    """A CfPlan in memory: launches on one GPU, of one parameter struct, in order. As read-only as
+    they are.
+
+    Args:
+        launches: 1 to ``MAX_LAUNCHES`` of them.
+    """
+
+    def __init__(self, launches: Sequence[PreparedLaunch]) -> None:
+        (context,) = {launch.context for launch in launches}
+        self._launches = tuple(launches)
+        addresses = [launch.address for launch in launches]
+        packed = _PLAN.pack(
+            *(_PLAN.size, len(launches), context),
+            *addresses,
+            *([0] * (MAX_LAUNCHES - len(launches))),
+        )
+        self._plan = ctypes.create_string_buffer(packed, _PLAN.size)
+        self.address = ctypes.addressof(self._plan)
 
 
 pack_all_arguments = _ARGUMENTS.pack
@@ -277,8 +301,8 @@ class Driver:
         self._check_layout()
         self._raise_for(self._cuda.cuInit(0), "cuInit")
         self._connect()
-        self.launch_function = self._library.cf_launch
-        self.launch_function.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+        self.run_function = self._library.cf_run
+        self.run_function.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
         self._contexts: dict[int, int] = {}
         self._counters: dict[int, TileCounters] = {}
         self._counters_lock = threading.Lock()
@@ -288,6 +312,7 @@ class Driver:
             ("cf_version", VERSION),
             ("cf_launch_bytes", _LAUNCH_BYTES),
             ("cf_tensor_map_bytes", _MAP.size),
+            ("cf_plan_bytes", _PLAN.size),
             ("cf_arguments_bytes", _ARGUMENTS.size),
         )
         for name, expected in sizes:
@@ -402,7 +427,8 @@ class Driver:
 
     def launch(self, prepared: PreparedLaunch, stream: int, pointers: Sequence[int]) -> None:
         """Launches on ``stream``; does not wait."""
-        result = self.launch_function(prepared.address, pack_arguments(stream, pointers))
+        arguments = pack_arguments(stream, pointers)
+        result = self._library.cf_launch(ctypes.c_void_p(prepared.address), arguments)
         if result:
             self._raise_for(result, "kernel launch")
 
@@ -492,7 +518,7 @@ class Driver:
         return (text.value or b"unknown error").decode()
 
     def raise_for_launch(self, result: int) -> None:
-        """Raises for the code that ``launch_function`` returned, if it is one of failure."""
+        """Raises for the code that ``run_function`` returned, if it is one of failure."""
         self._raise_for(result, "kernel launch")
 
 

@@ -7,9 +7,10 @@
  * A kernel takes one parameter struct by value, tensor maps first. What never changes between calls
  * of one configuration is a CfLaunch, prepared once by Python and read-only from then on; what does
  * change (stream and array addresses) is a CfArguments, one a call. cf_launch copies the parameter
- * struct to its stack, fills in addresses, encodes the tensor maps and launches. No state but the
- * driver table is kept, so any number of threads may launch at once, from one CfLaunch too. (What a
- * CfCounters counts belongs to Python.)
+ * struct to its stack, fills in addresses, encodes the tensor maps and launches; cf_run does so for
+ * every launch of a CfPlan, all of them with the same arguments. No state but the driver table is
+ * kept, so any number of threads may launch at once, from one CfLaunch too. (What a CfCounters
+ * counts belongs to Python.)
  *
  * Every function returns a CUresult (0 is success) or one of the CF_ERROR codes below.
  */
@@ -20,10 +21,11 @@
 #define CF_EXPORT __attribute__((visibility("default")))
 
 enum {
-    CF_VERSION = 2,
-    CF_MAX_POINTERS = 16,
+    CF_VERSION = 3,
+    CF_MAX_POINTERS = 24,
     CF_MAX_MAPS = 8,
     CF_MAX_RANK = 5,
+    CF_MAX_LAUNCHES = 4,
     CF_MAX_PARAMS_BYTES = 4096,    /* what every driver accepts as kernel parameters */
     CF_TENSOR_MAP_BYTES = 128,
 
@@ -148,6 +150,14 @@ typedef struct {
     CfTensorMap maps[CF_MAX_MAPS];
 } CfLaunch;
 
+/* Launches of one parameter struct, one behind the other, that share their arguments. */
+typedef struct {
+    uint32_t struct_bytes;            /* sizeof(CfPlan) */
+    uint32_t num_launches;
+    CUcontext context;                /* of all launches */
+    const CfLaunch *launches[CF_MAX_LAUNCHES];
+} CfPlan;
+
 /* The rest: one a call. A null pointer stays null in the parameter struct. */
 typedef struct {
     CUstream stream;
@@ -159,6 +169,8 @@ CF_EXPORT int cf_version(void) { return CF_VERSION; }
 CF_EXPORT uint32_t cf_launch_bytes(void) { return (uint32_t)sizeof(CfLaunch); }
 
 CF_EXPORT uint32_t cf_tensor_map_bytes(void) { return (uint32_t)sizeof(CfTensorMap); }
+
+CF_EXPORT uint32_t cf_plan_bytes(void) { return (uint32_t)sizeof(CfPlan); }
 
 CF_EXPORT uint32_t cf_arguments_bytes(void) { return (uint32_t)sizeof(CfArguments); }
 
@@ -330,17 +342,36 @@ CF_EXPORT int cf_encode(const CfLaunch *launch, const CfArguments *arguments, vo
     return result;
 }
 
+static int launch_here(const CfLaunch *launch, const CfArguments *arguments) {
+    _Alignas(64) char params[CF_MAX_PARAMS_BYTES];
+    CfArguments own = with_counter(launch, arguments);
+    int result = encode(launch, &own, params);
+    return result != 0 ? result : launch_encoded(launch, own.stream, params);
+}
+
 /* Launches on arguments->stream of the launch's context. The thread's current context is the same
  * afterwards, whatever the outcome. Does not synchronise and allocates nothing. */
 CF_EXPORT int cf_launch(const CfLaunch *launch, const CfArguments *arguments) {
-    _Alignas(64) char params[CF_MAX_PARAMS_BYTES];
     if (!driver_is_set) return CF_ERROR_NOT_INITIALIZED;
     int pushed;
     int result = enter(launch->context, &pushed);
     if (result != 0) return result;
-    CfArguments own = with_counter(launch, arguments);
-    result = encode(launch, &own, params);
-    if (result == 0) result = launch_encoded(launch, own.stream, params);
+    result = launch_here(launch, arguments);
+    leave(pushed);
+    return result;
+}
+
+/* The same for all launches of a plan, in order; none behind the first that fails. */
+CF_EXPORT int cf_run(const CfPlan *plan, const CfArguments *arguments) {
+    if (!driver_is_set) return CF_ERROR_NOT_INITIALIZED;
+    if (plan->struct_bytes != sizeof(CfPlan) || plan->num_launches > CF_MAX_LAUNCHES) {
+        return CF_ERROR_STRUCT;
+    }
+    int pushed;
+    int result = enter(plan->context, &pushed);
+    for (uint32_t idx = 0; result == 0 && idx < plan->num_launches; ++idx) {
+        result = launch_here(plan->launches[idx], arguments);
+    }
     leave(pushed);
     return result;
 }
