@@ -205,7 +205,7 @@ def _run_on_device(grad_call: GradCall, key: tuple[Any, ...] | None) -> tuple[Ar
         stream = call.stream
         if stream is None:
             stream = adapter.current_stream(device)
-        grads, views = _allocate_grads(grad_call)
+        grads, views = allocate_grads(grad_call)
         if spec is not None:
             if call.problem.lengths and os.environ.get("CUPYFLASH_CHECK") == "1":
                 check_lengths(call)
@@ -218,7 +218,7 @@ def _run_on_device(grad_call: GradCall, key: tuple[Any, ...] | None) -> tuple[Ar
     return dq, dk, dv
 
 
-def _allocate_grads(grad_call: GradCall) -> tuple[dict[str, Array], dict[str, TensorView]]:
+def allocate_grads(grad_call: GradCall) -> tuple[dict[str, Array], dict[str, TensorView]]:
     """dq, dk, dv in the caller's layout, and the views of everything."""
     call, views = grad_call.call, dict(grad_call.views)
     adapter = call.adapter

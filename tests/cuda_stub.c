@@ -59,6 +59,7 @@ typedef struct {
     uint64_t open_streams, fail_clear_with;
     uint8_t params[PARAMS_BYTES];
     uint64_t params_bytes;
+    uint64_t words_cleared, cleared_word, word_cleared_on, launches_before_clearing;
     Launched last[NUM_REMEMBERED]; /* launch n at n % NUM_REMEMBERED */
 } Log;
 
@@ -232,6 +233,15 @@ EXPORT int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, 
     record.cleared_with = value;
     record.cleared_on = stream;
     return (int)record.fail_clear_with;
+}
+EXPORT int cuMemsetD32Async(uint64_t address, unsigned value, size_t words, uint64_t stream) {
+    if (!current()) return INVALID_CONTEXT;
+    if (value != 0 || words != 1 || address % 4) return INVALID_VALUE;
+    ++record.words_cleared;
+    record.cleared_word = address;
+    record.word_cleared_on = stream;
+    record.launches_before_clearing = record.launches;
+    return SUCCESS;
 }
 EXPORT int cuStreamSynchronize(uint64_t stream) {
     record.awaited_stream = stream;

@@ -265,14 +265,19 @@ def test_the_callers_stream(stub: Any, fake_cupy: Any) -> None:
 
 def test_a_checked_call_is_not_remembered(stub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPYFLASH_CHECK", "1")
+    held = [256]
     monkeypatch.setattr(
-        arrays.CupyAdapter, "to_numpy", lambda self, array: numpy.full(array.shape, 9999)
+        arrays.CupyAdapter, "to_numpy", lambda self, array: numpy.full(array.shape, held[0])
     )
-    given = with_results(*fake_inputs())
+    given, used = with_results(*fake_inputs()), int32(2)
     for _ in range(2):
+        held[0] = 256
+        cupyflash.attention_backward(*given, seqused_kv=used)
+        held[0] = 257
+        launches = stub.log.launches
         with pytest.raises(ValueError, match="seqused_kv"):
-            cupyflash.attention_backward(*given, seqused_kv=int32(2))
-    assert stub.log.launches == 0 and not serve._configurations
+            cupyflash.attention_backward(*given, seqused_kv=used)
+        assert stub.log.launches == launches
 
 
 def test_a_failed_kernel_ends_the_plan(stub: Any) -> None:

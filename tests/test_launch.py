@@ -89,6 +89,13 @@ class Log(ctypes.Structure):
         ),
         ("params", ctypes.c_uint8 * PARAMS_BYTES),
         ("params_bytes", ctypes.c_uint64),
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                *("words_cleared", "cleared_word", "word_cleared_on"),
+                "launches_before_clearing",
+            )
+        ),
         ("last", Launched * NUM_REMEMBERED),
     ]
 
