@@ -448,8 +448,9 @@ def attention_backward(
     if out is None and delta is None:
         raise TypeError("out: may be None only where delta is given")
     key = None
-    if options.keys() <= _REMEMBERED:
-        get = options.get
+    get = options.get
+    others = options.keys() - _REMEMBERED
+    if not others or (others <= _NOT_REMEMBERED and all(get(name) is None for name in others)):
         settings: tuple[Any, ...] = (
             get("causal", False),
             get("align", "bottom_right"),
@@ -493,6 +494,9 @@ _REMEMBERED = _WITH_LENGTHS | {
     *("causal", "align", "window", "softmax_scale", "softcap", "layout", "num_sms", "stream"),
 }
 """Options with which a call of ``attention_backward`` may be served the short way."""
+
+_NOT_REMEMBERED = frozenset(field.name for field in dataclasses.fields(Options)) - _REMEMBERED
+"""Options that must be None for that."""
 
 
 @dataclass(frozen=True, eq=False)

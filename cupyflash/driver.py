@@ -343,8 +343,12 @@ _recipes: dict[tuple[int, int], PreparedRecipe] = {}
 
 _recipes_lock = threading.Lock()
 
-pack_all_arguments = _ARGUMENTS.pack
-"""CfArguments of a stream and ``MAX_POINTERS`` addresses, without a Python frame in between."""
+
+@functools.cache
+def argument_packer(count: int) -> Callable[..., bytes]:
+    """Packs CfArguments of a stream and this many addresses, without a Python frame in between; the
+    other addresses are null."""
+    return struct.Struct(f"@Q{count}Q{8 * (MAX_POINTERS - count)}x").pack
 
 
 def pack_arguments(stream: int, pointers: Sequence[int]) -> bytes:

@@ -296,9 +296,8 @@ class Plan:
             [prepare(kernel, made, self._counters) for kernel, made in zip(kernels, launches)]
         )
         self._function = driver.run_function
-        self._pack = drivers.pack_all_arguments
+        self._pack = drivers.argument_packer(len(launches[0].layout.pointers))
         self._address = self.prepared.address
-        self._unused = (0,) * (drivers.MAX_POINTERS - len(launches[0].layout.pointers))
 
     def run(self, stream: int, *pointers: int, counter: int = 0) -> None:
         """Launches on ``stream``; does not wait.
@@ -310,9 +309,7 @@ class Plan:
         """
         if self._counters is not None:
             counter = self._counters.of_stream(stream)
-        result = self._function(
-            self._address, self._pack(stream, *pointers, counter, *self._unused)
-        )
+        result = self._function(self._address, self._pack(stream, *pointers, counter))
         if result:
             self.driver.raise_for_launch(result)
 

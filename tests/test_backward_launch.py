@@ -10,6 +10,7 @@ import pytest
 
 import cupyflash
 from cupyflash import arrays, gradients, serve
+from cupyflash.arguments import Options
 from cupyflash.params import BACKWARD, DEVICE_LENGTHS
 from tests.test_launch import (  # noqa: F401 - fixtures
     EncodedMap,
@@ -240,6 +241,22 @@ def test_what_is_refused_cold_is_refused_warm(stub: Any) -> None:
         _, launched = backward(stub.log, shifted, *given[1:])
         assert scalars(launched[1])["copy_dout"] == 1
         assert stub.log.launches == launches + 3
+
+
+def test_all_options_as_autograd_gives_them(stub: Any) -> None:
+    """``adapters.torch`` names every option, most of them None."""
+    given = with_results(*fake_inputs())
+    settings = {
+        name: value
+        for name, value in vars(Options(causal=True)).items()
+        if name not in ("out", "stream", "return_lse")
+    }
+    for _ in range(3):
+        backward(stub.log, *given, dlse=None, deterministic=False, **settings)
+        backward(stub.log, *given, causal=True)
+    assert len(serve._configurations) == 2, "with max_seqlen and without"
+    with pytest.raises(TypeError, match="out_dtype"):
+        cupyflash.attention_backward(*given, **{**settings, "out_dtype": numpy.float16})
 
 
 def test_packed_sequences_on_both_ways(stub: Any) -> None:
