@@ -34,7 +34,8 @@ from cupyflash.tuning import FAMILIES
 WORKSPACE = ("row_lse", "row_delta", "dq_sums", "dq_turns", "dout_copy")
 """Arrays that live from the first kernel to the last."""
 
-_PART_BYTES = 256  # to which the arrays of the workspace are aligned
+PART_BYTES = 256
+"""To which the arrays of the workspace are aligned, from its begin; a kernel needs 16."""
 
 _LEAST_HEADS = 4  # that are scheduled together: as in the forward
 _HELPER_BLOCKS = 4  # blocks an SM of the kernels before and after the main one
@@ -68,7 +69,7 @@ class Workspace:
             if count:
                 places[name] = end
                 itemsize = self.dtype.itemsize if name == "dout_copy" else 4
-                end += -(-count * itemsize // _PART_BYTES) * _PART_BYTES
+                end += -(-count * itemsize // PART_BYTES) * PART_BYTES
         return places, end
 
     @property

@@ -16,7 +16,13 @@ import numpy
 from cupyflash import arrays
 from cupyflash.arguments import Call, Options, as_one, resolve
 from cupyflash.arrays import Array
-from cupyflash.backward import WORKSPACE, Workspace, backward_launches, workspace_of
+from cupyflash.backward import (
+    PART_BYTES,
+    WORKSPACE,
+    Workspace,
+    backward_launches,
+    workspace_of,
+)
 from cupyflash.launch import CudaBackend, EmulatedBackend, Launch, Plan
 from cupyflash.params import BACKWARD, DEVICE_LENGTHS
 from cupyflash.problem import (
@@ -44,7 +50,6 @@ GIVEN = ("q", "k", "v", "dout", "out", "lse", "dlse", "delta", "dq", "dk", "dv")
 """Arrays that ``attention_backward`` takes, in the order in which ``serve.lookup`` sees them."""
 
 _LIKE = {"dq": "q", "dk": "k", "dv": "v"}
-_ALIGNMENT = 256  # bytes, of the workspace
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,11 +316,11 @@ def _launch(
 
 def _buffer_shape(nbytes: int) -> tuple[int]:
     """Of a float32 array that holds this many bytes behind an aligned address."""
-    return (nbytes // 4 + _ALIGNMENT // 4,)
+    return (nbytes // 4 + PART_BYTES // 4,)
 
 
 def _aligned(address: int) -> int:
-    return (address + _ALIGNMENT - 1) & -_ALIGNMENT
+    return (address + PART_BYTES - 1) & -PART_BYTES
 
 
 class _GradConfiguration(Configuration):

@@ -171,8 +171,8 @@ typedef struct {
     uint64_t pointers[CF_MAX_POINTERS];
 } CfArguments;
 
-/* Where the arguments of a plan come from in a call by XLA: pointer i is offsets[i] bytes behind the
- * address of buffer buffers[i], operands first, then results; CF_NO_POINTER: null. */
+/* Where the arguments of a plan come from in a call by XLA: pointer i is offsets[i] bytes behind
+ * the address of buffer buffers[i], operands first, then results; CF_NO_POINTER: null. */
 typedef struct {
     const CfPlan *plan;
     uint32_t num_pointers;
@@ -411,7 +411,7 @@ CF_EXPORT int cf_run(const CfPlan *plan, const CfArguments *arguments) {
     return result;
 }
 
-/* ---- the part of XLA's foreign function interface that we use (its C ABI, version 0.1 and on) --- */
+/* ---- the part of XLA's foreign function interface that we use (C ABI, version 0.1 and on) ---- */
 
 /* Every struct begins with its size, up to the end of its last member, without padding. */
 #define XLA_BYTES(type, last) (offsetof(type, last) + sizeof(((type *)0)->last))
@@ -600,11 +600,13 @@ static XlaError *find_recipe(const XlaFrame *frame, const CfRecipe **found) {
         scalar = attributes->items[0];
     }
     if (scalar == NULL || scalar->element_type != XLA_ELEMENT_S64) {
-        return fail(frame, XLA_INVALID_ARGUMENT, "cupyflash: expected one attribute, recipe, int64");
+        return fail(frame, XLA_INVALID_ARGUMENT,
+                    "cupyflash: expected one attribute, recipe, int64");
     }
     int64_t key;
     memcpy(&key, scalar->value, sizeof key);
-    const CfRecipe *recipe = __atomic_load_n(&buckets[(uint64_t)key % NUM_BUCKETS], __ATOMIC_ACQUIRE);
+    CfRecipe **bucket = &buckets[(uint64_t)key % NUM_BUCKETS];
+    const CfRecipe *recipe = __atomic_load_n(bucket, __ATOMIC_ACQUIRE);
     while (recipe != NULL && recipe->key != key) recipe = recipe->next;
     *found = recipe;
     if (recipe != NULL) return NULL;
@@ -626,7 +628,8 @@ static XlaError *read_buffers(const XlaFrame *frame, const CfRecipe *recipe, uin
         }
         for (uint32_t idx = 0; idx < counts[side]; ++idx, ++buffer_idx) {
             if (items[side]->types[idx] != XLA_TYPE_BUFFER) {
-                return fail(frame, XLA_INVALID_ARGUMENT, "cupyflash: %s %u is no buffer", what, idx);
+                return fail(frame, XLA_INVALID_ARGUMENT, "cupyflash: %s %u is no buffer", what,
+                            idx);
             }
             const XlaBuffer *buffer = items[side]->items[idx];
             int64_t elements = 1;
@@ -652,7 +655,8 @@ CF_EXPORT XlaError *cf_xla_run(XlaFrame *frame) {
             return tell_version(frame, ((XlaMetadataExtension *)one)->metadata);
         }
     }
-    if (frame->struct_bytes < XLA_BYTES(XlaFrame, attributes) || frame->stage != XLA_STAGE_EXECUTE) {
+    if (frame->struct_bytes < XLA_BYTES(XlaFrame, attributes) ||
+        frame->stage != XLA_STAGE_EXECUTE) {
         return fail(frame, XLA_INVALID_ARGUMENT, "cupyflash: a call of another kind, stage %d",
                     frame->stage);
     }
