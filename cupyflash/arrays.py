@@ -584,8 +584,8 @@ def _jax_adapter(name: str, array: Array) -> Adapter | None:
     jax = sys.modules["jax"]
     if isinstance(array, jax.core.Tracer):
         raise UnsupportedError(
-            f"{name}: a JAX tracer: attention cannot run inside jax.jit, jax.grad or jax.vmap yet; "
-            "call it on concrete arrays"
+            f"{name}: a JAX tracer: inside of jax.jit, jax.grad and jax.vmap there is attention "
+            "with its gradients and no other function; call this one on concrete arrays"
         )
     if not isinstance(array, jax.Array):
         return None

@@ -266,6 +266,15 @@ def test_a_wrong_call_is_refused_while_tracing() -> None:
         jax.jit(lambda q: cupyflash.attention(q, k, v, seqused_kv=[6, 6]))(q)
 
 
+def test_other_functions_are_refused_while_tracing() -> None:
+    q, k, v = inputs()
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    with pytest.raises(cupyflash.UnsupportedError, match="JAX tracer: .* no other function"):
+        jax.jit(lambda dout: cupyflash.attention_backward(dout, q, k, v, out, lse))(out)
+    with pytest.raises(cupyflash.UnsupportedError, match="JAX tracer: .* no other function"):
+        jax.jit(lambda part: cupyflash.merge([part], [lse]))(out)
+
+
 def test_what_only_the_data_tells_is_an_error_when_it_runs() -> None:
     q, k, v = inputs()
     attend = jax.jit(lambda used: cupyflash.attention(q, k, v, seqused_kv=used))
