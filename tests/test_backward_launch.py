@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from typing import Any
 
 import ml_dtypes
@@ -27,7 +28,10 @@ from tests.test_launch import (  # noqa: F401 - fixtures
 
 # ruff: noqa: F811 - what looks redefined is a fixture
 
-pytestmark = pytest.mark.usefixtures("fake_cupy")
+pytestmark = [
+    pytest.mark.usefixtures("fake_cupy"),
+    pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler"),
+]
 WORKSPACE = ("row_lse", "row_delta", "dq_sums", "dq_turns")
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from tests.test_launch import (  # noqa: F401 - fixtures
 
 jax = pytest.importorskip("jax")
 xla = pytest.importorskip("cupyflash.adapters.xla")
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 
 OK, INVALID_ARGUMENT, NOT_FOUND, FAILED_PRECONDITION, INTERNAL = 0, 3, 5, 9, 13
 STREAM = 0x777
