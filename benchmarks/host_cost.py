@@ -6,7 +6,8 @@ Measured on arrays so small that the GPU keeps up (a full queue would make the h
 in steady state: median over rounds of the mean time of a call. Rows: CuPy and PyTorch arrays, with
 and without a log-sum-exp, into the caller's out, on a given stream, and the same plan launched
 directly; for comparison an empty CuPy RawKernel, which is what any launch from Python costs. "New
-shape" is a call of a shape never seen before, which chooses its kernel and settles a plan. The last
+shape" is a call of a shape never seen before, which chooses its kernel and settles a plan. The
+backward launches three kernels; "autograd" is PyTorch's forward and backward of a sum. The last
 lines are of fresh processes whose kernel is compiled and on disk (or in the package): importing the
 package, loading its modules, and the first call until it returns.
 
@@ -155,8 +156,36 @@ def cases(shape: tuple[int, int, int, int]) -> Iterator[Case]:
     yield "torch attention", lambda: attention(q, k, v), wait
     yield "torch attention, lse", lambda: attention(q, k, v, return_lse=True), wait
     yield "torch attention, causal, out", lambda: attention(q, k, v, causal=True, out=out), wait
+    yield from backward_cases("torch", (q, k, v), torch.empty_like, wait)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    ones = torch.ones_like(q)
+    yield (
+        "torch autograd",
+        lambda: torch.autograd.grad(attention(*leaves, causal=True), leaves, ones),
+        wait,
+    )
     yield "torch new shape", new_shapes(q, k, v), wait
     yield "torch empty_like (for scale)", lambda: torch.empty_like(q), wait
+
+
+def backward_cases(
+    library: str,
+    inputs: tuple[Any, Any, Any],
+    empty_like: Callable[[Any], Any],
+    wait: Callable[[], Any],
+) -> Iterator[Case]:
+    """Rows of attention_backward, the gradient of out being out."""
+    backward = cupyflash.attention_backward
+    out, lse = cupyflash.attention(*inputs, causal=True, return_lse=True)
+    own = {f"d{name}": empty_like(x) for name, x in zip("qkv", inputs)}
+    given = (out, *inputs, out, lse)
+    yield f"{library} backward", lambda: backward(*given, causal=True), wait
+    yield f"{library} backward, own arrays", lambda: backward(*given, causal=True, **own), wait
+    yield (
+        f"{library} backward, deterministic",
+        lambda: backward(*given, causal=True, deterministic=True),
+        wait,
+    )
 
 
 def cupy_cases(shape: tuple[int, int, int, int]) -> Iterator[Case]:
@@ -183,16 +212,17 @@ def cupy_cases(shape: tuple[int, int, int, int]) -> Iterator[Case]:
     yield "cupy attention, causal, out", lambda: attention(q, k, v, causal=True, out=out), wait
     yield "cupy attention, stream", lambda: attention(q, k, v, stream=stream), wait
     settings = (False, "bottom_right", None, None, 0.0, None, None, "bshd", False, None)
-    _, configuration, pointers = serve.lookup(q, k, v, None, settings)
+    _, configuration, pointers = serve.lookup((q, k, v, None), settings)
     assert configuration is not None, "the calls above have made it known"
     handle = stream.ptr
     yield (
         "cupy plan only",
-        lambda: configuration.plan.run(handle, *pointers[:3], out.data.ptr, 0),
+        lambda: configuration.plan.run(handle, *pointers[0][:3], out.data.ptr, 0, *pointers[1]),
         wait,
     )
     raw = cupyflash.raw_kernel(q, k, v)
     yield "cupy raw_kernel()", raw, wait
+    yield from backward_cases("cupy", (q, k, v), cupy.empty_like, wait)
     yield "cupy new shape", new_shapes(q, k, v), wait
     yield "cupy empty (for scale)", lambda: cupy.empty(shape, q.dtype), wait
     try:

@@ -112,7 +112,7 @@ class Candidate:
             for name, tensor in tensors.items()
         }
         made = launch.forward_launch(problem, self.spec, self.info, views, stream)
-        plan = launch.Plan(self.kernel, made)
+        plan = launch.Plan([self.kernel], [made])
         return lambda: plan.run(stream, *made.pointers)
 
 

@@ -28,7 +28,7 @@ from cupyflash.fp8 import Quantized
 from cupyflash.gradients import resolve_backward, run_backward
 from cupyflash.launch import EmulatedBackend, forward_launch, load_kernel, prepare
 from cupyflash.merging import merge_on_device
-from cupyflash.params import FORWARD
+from cupyflash.params import DEVICE_LENGTHS, FORWARD
 from cupyflash.quantizing import resolve_quantize, run_quantize
 from cupyflash.schedule import describe_work
 from cupyflash.select import explain as explain_choice
@@ -41,6 +41,7 @@ from cupyflash.serve import (
     lookup,
     run_on_device,
     run_on_host,
+    with_lengths,
 )
 from cupyflash.tensor import DeviceKind, DType, TensorView
 
@@ -179,18 +180,19 @@ def attention(
         )
         if not (
             cu_seqlens_q is cu_seqlens_kv is seqused_q is seqused_kv is None
+            and max_seqlen_q is max_seqlen_kv is None
             and not hasattr(q_offset, "shape")
             and not hasattr(kv_offset, "shape")
         ):
-            offsets = [x if hasattr(x, "shape") else None for x in (q_offset, kv_offset)]
-            lengths = (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv, *offsets)
-            ints = [None if hasattr(x, "shape") else x for x in (q_offset, kv_offset)]
-            settings = (*settings[:5], *ints, *settings[7:], max_seqlen_q, max_seqlen_kv)
-        elif max_seqlen_q is not None or max_seqlen_kv is not None:
-            settings = (*settings, max_seqlen_q, max_seqlen_kv)
-        key, configuration, pointers = lookup(q, k, v, out, settings, lengths)
+            settings, lengths = with_lengths(
+                settings,
+                (cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv),
+                (q_offset, kv_offset),
+                (max_seqlen_q, max_seqlen_kv),
+            )
+        key, configuration, pointers = lookup((q, k, v, out), settings, lengths)
         if configuration is not None:
-            return configuration.run(pointers, out, stream)
+            return configuration.run(pointers, (out,), stream)
     options = Options(
         causal=causal,
         align=align,
@@ -447,6 +449,36 @@ def attention_backward(
         raise UnsupportedError("dout_scale: scales belong to fp8 arrays, which have no kernel yet")
     if out is None and delta is None:
         raise TypeError("out: may be None only where delta is given")
+    key = None
+    get = options.get
+    others = options.keys() - _REMEMBERED
+    if not others or (others <= _NOT_REMEMBERED and all(get(name) is None for name in others)):
+        settings: tuple[Any, ...] = (
+            get("causal", False),
+            get("align", "bottom_right"),
+            get("window"),
+            get("softmax_scale"),
+            get("softcap", 0.0),
+            get("q_offset"),
+            get("kv_offset"),
+            get("layout", "bshd"),
+            None,  # attention's return_lse
+            get("num_sms"),
+            accumulate,
+            deterministic,
+        )
+        lengths: tuple[Any, ...] = NO_LENGTHS
+        if not options.keys().isdisjoint(_WITH_LENGTHS):
+            settings, lengths = with_lengths(
+                settings,
+                tuple(map(get, ("cu_seqlens_q", "cu_seqlens_kv", "seqused_q", "seqused_kv"))),
+                (get("q_offset"), get("kv_offset")),
+                (get("max_seqlen_q"), get("max_seqlen_kv")),
+            )
+        arrays_given = (q, k, v, dout, out, lse, dlse, delta, dq, dk, dv)
+        key, configuration, pointers = lookup(arrays_given, settings, lengths)
+        if configuration is not None:
+            return Grads(*configuration.run(pointers, (dq, dk, dv), get("stream")))
     given = {"dout": dout, "out": out, "lse": lse, "dlse": dlse, "delta": delta}
     given |= {"dq": dq, "dk": dk, "dv": dv}
     grad_call = resolve_backward(
@@ -456,7 +488,17 @@ def attention_backward(
         accumulate,
         deterministic,
     )
-    return Grads(*run_backward(grad_call))
+    return Grads(*run_backward(grad_call, key))
+
+
+_WITH_LENGTHS = frozenset((*DEVICE_LENGTHS, "max_seqlen_q", "max_seqlen_kv"))
+_REMEMBERED = _WITH_LENGTHS | {
+    *("causal", "align", "window", "softmax_scale", "softcap", "layout", "num_sms", "stream"),
+}
+"""Options with which a call of ``attention_backward`` may be served the short way."""
+
+_NOT_REMEMBERED = frozenset(field.name for field in dataclasses.fields(Options)) - _REMEMBERED
+"""Options that must be None for that."""
 
 
 def quantize(

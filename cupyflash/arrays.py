@@ -435,6 +435,67 @@ class EmulatedAdapter(Adapter):
         return array.numpy()
 
 
+class Outline:
+    """What stands for the arrays of a program that is being compiled for a GPU: shapes and types
+    are known, memory is not there yet. Every array gets an address that nothing else has, far from
+    all others, by which a launch can be read back: ``buffer_at``.
+
+    Args:
+        index: the GPU.
+    """
+
+    _STEP = 1 << 44
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.arrays: list[OutlinedArray] = []
+
+    def array(self, shape: tuple[int, ...], dtype: numpy.dtype) -> OutlinedArray:
+        """The next array, contiguous."""
+        pointer = (len(self.arrays) + 1) * self._STEP
+        self.arrays.append(OutlinedArray(self, pointer, tuple(shape), numpy.dtype(dtype)))
+        return self.arrays[-1]
+
+    def buffer_at(self, address: int) -> tuple[int, int] | None:
+        """Which array an address is in, and how many bytes behind its first; None for null."""
+        return (address // self._STEP - 1, address % self._STEP) if address else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OutlinedArray:
+    """An array of an ``Outline``."""
+
+    outline: Outline
+    pointer: int
+    shape: tuple[int, ...]
+    dtype: numpy.dtype
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+
+class OutlineAdapter(Adapter):
+    """Arrays of an ``Outline``."""
+
+    library = "JAX"
+
+    def __init__(self, outline: Outline) -> None:
+        self._outline = outline
+
+    def view(self, name: str, array: Array) -> TensorView:
+        return TensorView(
+            pointer=array.pointer,
+            shape=array.shape,
+            strides=contiguous_strides(array.shape),
+            dtype=from_numpy_dtype(name, array.dtype),
+            device=Device(DeviceKind.cuda, self._outline.index),
+        )
+
+    def empty(self, shape: tuple[int, ...], dtype: DType, device: Device) -> Array:
+        return self._outline.array(shape, NUMPY_DTYPES[dtype])
+
+
 FAST: dict[type, CupyAdapter | TorchAdapter] = {}
 """Adapters by exact type of array, for the short way (``serve.lookup``); filled as they come."""
 
@@ -529,8 +590,8 @@ def _jax_adapter(name: str, array: Array) -> Adapter | None:
     jax = sys.modules["jax"]
     if isinstance(array, jax.core.Tracer):
         raise UnsupportedError(
-            f"{name}: a JAX tracer: attention cannot run inside jax.jit, jax.grad or jax.vmap yet; "
-            "call it on concrete arrays"
+            f"{name}: a JAX tracer: inside of jax.jit, jax.grad and jax.vmap there is attention "
+            "with its gradients and no other function; call this one on concrete arrays"
         )
     if not isinstance(array, jax.Array):
         return None
@@ -545,7 +606,9 @@ def _numba_adapter(name: str, array: Array) -> Adapter | None:
     return NumbaAdapter(sys.modules["numba"])
 
 
-def _emulated_adapter(name: str, array: Array) -> Adapter | None:
+def _own_adapter(name: str, array: Array) -> Adapter | None:
+    if isinstance(array, OutlinedArray):
+        return OutlineAdapter(array.outline)
     emulate = sys.modules.get("cupyflash.emulate")
     if emulate is None or not isinstance(array, emulate.EmulatedArray):
         return None
@@ -560,7 +623,7 @@ _BY_MODULE: dict[str, Callable[[str, Array], Adapter | None]] = {
     "jaxlib": _jax_adapter,
     "numba": _numba_adapter,
     "numba_cuda": _numba_adapter,
-    "cupyflash": _emulated_adapter,
+    "cupyflash": _own_adapter,
 }
 
 

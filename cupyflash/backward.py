@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from cupyflash.launch import FAR_ROW, Launch, map_stride
-from cupyflash.params import BACKWARD, DEVICE_LENGTHS, TensorMapRequest
+from cupyflash.params import BACKWARD, TensorMapRequest
 from cupyflash.problem import (
     ALIGNMENT,
     DeviceInfo,
@@ -34,6 +34,9 @@ from cupyflash.tuning import FAMILIES
 WORKSPACE = ("row_lse", "row_delta", "dq_sums", "dq_turns", "dout_copy")
 """Arrays that live from the first kernel to the last."""
 
+PART_BYTES = 256
+"""To which the arrays of the workspace are aligned, from its begin; a kernel needs 16."""
+
 _LEAST_HEADS = 4  # that are scheduled together: as in the forward
 _HELPER_BLOCKS = 4  # blocks an SM of the kernels before and after the main one
 
@@ -47,6 +50,7 @@ class Workspace:
         row_lse, row_delta, dq_sums: float32.
         dq_turns: int32; behind the turns, the tile counter.
         dout_copy: of the inputs' type.
+        dtype: that type.
     """
 
     num_slots: int
@@ -55,11 +59,23 @@ class Workspace:
     dq_sums: int
     dq_turns: int
     dout_copy: int
+    dtype: DType
 
-    def nbytes(self, dtype: DType) -> int:
-        """All of it."""
-        floats = self.row_lse + self.row_delta + self.dq_sums + self.dq_turns
-        return 4 * floats + dtype.itemsize * self.dout_copy
+    def places(self) -> tuple[dict[str, int], int]:
+        """Where the arrays lie in one buffer, those that are needed, and how long it is; bytes."""
+        places, end = {}, 0
+        for name in WORKSPACE:
+            count = getattr(self, name)
+            if count:
+                places[name] = end
+                itemsize = self.dtype.itemsize if name == "dout_copy" else 4
+                end += -(-count * itemsize // PART_BYTES) * PART_BYTES
+        return places, end
+
+    @property
+    def counter_place(self) -> int:
+        """Byte offset of the tile counter in dq_turns."""
+        return 4 * (self.dq_turns - 1)
 
 
 def num_slots(problem: Problem, block_m: int) -> int:
@@ -84,6 +100,7 @@ def workspace_of(
         dq_sums=0 if split else rows * spec.head_dim_qk,
         dq_turns=problem.heads_q * slots + 1 if deterministic and not split else 0,
         dout_copy=math.prod(dout.shape) if must_copy(dout, spec) else 0,
+        dtype=spec.dtype,
     )
 
 
@@ -117,19 +134,12 @@ def backward_launches(
         views: q, k, v, dout, dq, dk, dv in bshd order (packed arrays as a batch of one), lse
             [batch, heads_q, seqlen_q] ([heads_q, total] packed) and, shaped as it, dlse where there
             is one; out, or delta in its place; the arrays of ``problem.lengths``.
-        workspace: addresses of the arrays of ``WORKSPACE`` that ``workspace_of`` names.
+        workspace: addresses of the arrays of ``WORKSPACE`` that ``workspace_of`` names, and with
+            dq_turns that of "tile_counter".
         accumulate: whether gradients are added to what dq, dk and dv hold.
         clear_grads: whether rows that belong to no sequence are set to 0.
         stream: handle of the CUDA stream.
     """
-    values: dict[str, int | float] = {
-        name: workspace.get(name, 0) for name in WORKSPACE if name != "dout_copy"
-    }
-    for name in (
-        *("q", "k", "v", "out", "lse", "dlse", "delta", "dq", "dk", "dv"),
-        *DEVICE_LENGTHS,
-    ):
-        values[name] = views[name].pointer if name in views else 0
     given = views["dout"]
     dout = given
     if workspace.get("dout_copy"):
@@ -140,8 +150,12 @@ def backward_launches(
             given.dtype,
             given.device,
         )
+    addresses = {name: view.pointer for name, view in views.items()}
+    addresses |= workspace | {"dout": dout.pointer, "dout_given": given.pointer}
+    in_turns = "dq_turns" in workspace
+    pointers = tuple(addresses.get(name, 0) for name in BACKWARD.pointers)
+    values: dict[str, int | float] = dict(zip(BACKWARD.pointers, pointers))
     main = {**views, "dout": dout}
-    values.update(dout=dout.pointer, dout_given=given.pointer)
     for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv"):
         if name in main:
             for axis, axis_name in enumerate(("batch", "seqlen", "head")):
@@ -156,10 +170,6 @@ def backward_launches(
     if spec.general:
         for name in ("q", "k", "v", "dout"):
             values[f"{name}_batch_rows"] = ragged_strides(main[name])[1] or 0
-    in_turns = values["dq_turns"] != 0
-    if in_turns:
-        places = problem.heads_q * num_slots(problem, spec.block_m)
-        values["tile_counter"] = values["dq_turns"] + 4 * places
     scale = problem.softmax_scale
     assert scale is not None and problem.rows_q is not None and problem.rows_kv is not None
     values["grad_scale"] = scale
@@ -230,7 +240,8 @@ def backward_launches(
 
     def launch(kernel: KernelSpec, grid: int, maps: tuple[TensorMapRequest, ...] = ()) -> Launch:
         claims = dynamic and kernel is spec and grid < tiles
-        return Launch(kernel, (grid, 1, 1), bytes(params), maps, (), stream, claims)
+        own = pointers if in_turns else pointers[:-1]
+        return Launch(kernel, (grid, 1, 1), bytes(params), maps, own, stream, claims, BACKWARD)
 
     maps = _map_requests(spec, main)
     return (

@@ -20,9 +20,10 @@ import shutil
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cupyflash.cache import default_directory, write_atomically
 from cupyflash.errors import DriverError
@@ -30,10 +31,12 @@ from cupyflash.problem import DeviceInfo
 from cupyflash.source import find_packaged
 from cupyflash.tensor import DType
 
-VERSION = 2
-MAX_POINTERS = 16
+VERSION = 3
+MAX_POINTERS = 24
 MAX_MAPS = 8
 MAX_RANK = 5
+MAX_LAUNCHES = 4
+MAX_BUFFERS = 24
 MAX_PARAMS_BYTES = 4096
 NO_POINTER = 0xFFFFFFFF
 FLAG_DEPENDENT_LAUNCH = 1
@@ -57,11 +60,16 @@ DRIVER_TABLE = (
     ("cuFuncLoad", False),
     ("cuLaunchKernelEx", False),
     ("cuTensorMapEncodeTiled", False),
+    ("cuMemsetD32Async", True),
+    ("cuGetErrorName", True),
 )
 
-# CfTensorMap, CfLaunch without its maps, CfArguments. Native alignment makes the padding.
+# CfTensorMap, CfLaunch without its maps and so on. Native alignment makes the padding.
 _MAP = struct.Struct(f"@5I{MAX_RANK}I{MAX_RANK}Q{MAX_RANK - 1}Qq")
 _LAUNCH = struct.Struct(f"@2I2Q3I3I2IQ3I{MAX_POINTERS}IIQ")
+_PLAN = struct.Struct(f"@2IQ{MAX_LAUNCHES}Q")
+_BINDING = struct.Struct(f"@Q2I{MAX_POINTERS}I{MAX_POINTERS}Q")
+_RECIPE = struct.Struct(f"@2IqQQ2I{MAX_BUFFERS}q")
 _ARGUMENTS = struct.Struct(f"@Q{MAX_POINTERS}Q")
 _LAUNCH_BYTES = _LAUNCH.size + MAX_MAPS * _MAP.size
 
@@ -237,6 +245,7 @@ class PreparedLaunch:
             NO_POINTER if counter_idx is None else counter_idx,
             0 if counters is None else counters.address,
         )
+        self.context = context
         self._counters = counters
         packed = head + b"".join(tensor_map.pack() for tensor_map in maps)
         self._launch = ctypes.create_string_buffer(packed, _LAUNCH_BYTES)
@@ -244,8 +253,102 @@ class PreparedLaunch:
         self.params_bytes = len(params)
 
 
-pack_all_arguments = _ARGUMENTS.pack
-"""CfArguments of a stream and ``MAX_POINTERS`` addresses, without a Python frame in between."""
+class PreparedPlan:
+    """A CfPlan in memory: launches on one GPU, of one parameter struct, in order. As read-only as
+    they are.
+
+    Args:
+        launches: 1 to ``MAX_LAUNCHES`` of them.
+    """
+
+    def __init__(self, launches: Sequence[PreparedLaunch]) -> None:
+        (context,) = {launch.context for launch in launches}
+        self._launches = tuple(launches)
+        addresses = [launch.address for launch in launches]
+        packed = _PLAN.pack(
+            *(_PLAN.size, len(launches), context),
+            *addresses,
+            *([0] * (MAX_LAUNCHES - len(launches))),
+        )
+        self._plan = ctypes.create_string_buffer(packed, _PLAN.size)
+        self.address = ctypes.addressof(self._plan)
+
+
+Place = tuple[int, int] | None
+"""Where an address lies in a call by XLA: (buffer, bytes behind its first), or None for null.
+Buffers are numbered through operands and results."""
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A plan of one GPU, and where its arguments come from: CfBinding of ``native/launch.c``.
+
+    Attributes:
+        plan: the launches.
+        places: of each of the plan's pointers.
+        cleared_idx: which of them is of a word that is set to 0 first, or None.
+    """
+
+    plan: PreparedPlan
+    places: tuple[Place, ...]
+    cleared_idx: int | None
+
+    def pack(self) -> bytes:
+        missing = MAX_POINTERS - len(self.places)
+        found = [(NO_POINTER, 0) if place is None else place for place in self.places]
+        found += [(NO_POINTER, 0)] * missing
+        return _BINDING.pack(
+            self.plan.address,
+            len(self.places),
+            NO_POINTER if self.cleared_idx is None else self.cleared_idx,
+            *(buffer for buffer, _ in found),
+            *(offset for _, offset in found),
+        )
+
+
+class PreparedRecipe:
+    """A CfRecipe in memory: what a call site of a program does on each GPU.
+
+    Args:
+        key: by which the program names it; not negative, 63 bits.
+        bindings: one for each GPU.
+        operands, results: elements of each buffer.
+    """
+
+    def __init__(
+        self,
+        key: int,
+        bindings: Sequence[Binding],
+        operands: Sequence[int],
+        results: Sequence[int],
+    ) -> None:
+        elements = [*operands, *results]
+        if len(elements) > MAX_BUFFERS:
+            raise ValueError(f"recipe: {len(elements)} buffers, expected at most {MAX_BUFFERS}")
+        self._plans = [binding.plan for binding in bindings]
+        packed = b"".join(binding.pack() for binding in bindings)
+        self._bindings = ctypes.create_string_buffer(packed, len(packed))
+        packed = _RECIPE.pack(
+            *(_RECIPE.size, len(bindings), key, 0, ctypes.addressof(self._bindings)),
+            *(len(operands), len(results)),
+            *elements,
+            *([0] * (MAX_BUFFERS - len(elements))),
+        )
+        self._recipe = ctypes.create_string_buffer(packed, _RECIPE.size)
+        self.address = ctypes.addressof(self._recipe)
+
+
+_recipes: dict[tuple[int, int], PreparedRecipe] = {}
+"""By library and key: what a library knows must stay where it is."""
+
+_recipes_lock = threading.Lock()
+
+
+@functools.cache
+def argument_packer(count: int) -> Callable[..., bytes]:
+    """Packs CfArguments of a stream and this many addresses, without a Python frame in between; the
+    other addresses are null."""
+    return struct.Struct(f"@Q{count}Q{8 * (MAX_POINTERS - count)}x").pack
 
 
 def pack_arguments(stream: int, pointers: Sequence[int]) -> bytes:
@@ -277,8 +380,8 @@ class Driver:
         self._check_layout()
         self._raise_for(self._cuda.cuInit(0), "cuInit")
         self._connect()
-        self.launch_function = self._library.cf_launch
-        self.launch_function.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+        self.run_function = self._library.cf_run
+        self.run_function.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
         self._contexts: dict[int, int] = {}
         self._counters: dict[int, TileCounters] = {}
         self._counters_lock = threading.Lock()
@@ -288,6 +391,9 @@ class Driver:
             ("cf_version", VERSION),
             ("cf_launch_bytes", _LAUNCH_BYTES),
             ("cf_tensor_map_bytes", _MAP.size),
+            ("cf_plan_bytes", _PLAN.size),
+            ("cf_binding_bytes", _BINDING.size),
+            ("cf_recipe_bytes", _RECIPE.size),
             ("cf_arguments_bytes", _ARGUMENTS.size),
         )
         for name, expected in sizes:
@@ -402,9 +508,26 @@ class Driver:
 
     def launch(self, prepared: PreparedLaunch, stream: int, pointers: Sequence[int]) -> None:
         """Launches on ``stream``; does not wait."""
-        result = self.launch_function(prepared.address, pack_arguments(stream, pointers))
+        arguments = pack_arguments(stream, pointers)
+        result = self._library.cf_launch(ctypes.c_void_p(prepared.address), arguments)
         if result:
             self._raise_for(result, "kernel launch")
+
+    @property
+    def xla_handler(self) -> Any:
+        """The handler of XLA's foreign function interface, a ctypes function."""
+        return self._library.cf_xla_run
+
+    def register(self, key: int, make: Callable[[], PreparedRecipe]) -> None:
+        """Makes the recipe of a key known to ``xla_handler`` for the rest of the process, unless it
+        is already."""
+        place = self._library._handle, key
+        with _recipes_lock:
+            if place not in _recipes:
+                recipe = make()
+                result = self._library.cf_register(ctypes.c_void_p(recipe.address))
+                self._raise_for(result, "registering a call of XLA's")
+                _recipes[place] = recipe
 
     def encode(self, prepared: PreparedLaunch, pointers: Sequence[int]) -> bytes:
         """The finished parameter struct: addresses filled in, tensor maps encoded."""
@@ -492,7 +615,7 @@ class Driver:
         return (text.value or b"unknown error").decode()
 
     def raise_for_launch(self, result: int) -> None:
-        """Raises for the code that ``launch_function`` returned, if it is one of failure."""
+        """Raises for the code that ``run_function`` returned, if it is one of failure."""
         self._raise_for(result, "kernel launch")
 
 

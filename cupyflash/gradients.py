@@ -14,14 +14,19 @@ from typing import Any
 import numpy
 
 from cupyflash import arrays
-from cupyflash import driver as drivers
 from cupyflash.arguments import Call, Options, as_one, resolve
-from cupyflash.arrays import Adapter, Array
-from cupyflash.backward import WORKSPACE, backward_launches, workspace_of
-from cupyflash.driver import PreparedLaunch, TensorMap
-from cupyflash.launch import CudaBackend, EmulatedBackend, Launch, announce, load_kernel
-from cupyflash.params import BACKWARD, MAPPED_BACKWARD
+from cupyflash.arrays import Array
+from cupyflash.backward import (
+    PART_BYTES,
+    WORKSPACE,
+    Workspace,
+    backward_launches,
+    workspace_of,
+)
+from cupyflash.launch import CudaBackend, EmulatedBackend, Launch, Plan
+from cupyflash.params import BACKWARD, DEVICE_LENGTHS
 from cupyflash.problem import (
+    DeviceInfo,
     Problem,
     alignment_fault,
     check_writable,
@@ -30,11 +35,21 @@ from cupyflash.problem import (
     to_bshd,
 )
 from cupyflash.select import KernelSpec, select
-from cupyflash.serve import backend_of, check_lengths, host_arguments, reading
+from cupyflash.serve import (
+    Configuration,
+    Pointers,
+    backend_of,
+    check_lengths,
+    host_arguments,
+    remember,
+    run_plan,
+)
 from cupyflash.tensor import DeviceKind, DType, TensorView
 
-_TENSOR_OF_MAP = {BACKWARD.offsets[f"{tensor}_map"]: tensor for tensor in MAPPED_BACKWARD}
-_PART_BYTES = 256  # to which the parts of the workspace are aligned
+GIVEN = ("q", "k", "v", "dout", "out", "lse", "dlse", "delta", "dq", "dk", "dv")
+"""Arrays that ``attention_backward`` takes, in the order in which ``serve.lookup`` sees them."""
+
+_LIKE = {"dq": "q", "dk": "k", "dv": "v"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,11 +163,18 @@ def _check_grads(
     return dtype
 
 
-def run_backward(grad_call: GradCall) -> tuple[Array, Array, Array]:
-    """dq, dk, dv: the caller's arrays where given."""
+def run_backward(
+    grad_call: GradCall, key: tuple[Any, ...] | None = None
+) -> tuple[Array, Array, Array]:
+    """dq, dk, dv: the caller's arrays where given.
+
+    Args:
+        grad_call: what to do.
+        key: to remember the configuration by, or None.
+    """
     if grad_call.call.adapter.kind is DeviceKind.cpu:
         return _run_on_host(grad_call)
-    return _run_on_device(grad_call)
+    return _run_on_device(grad_call, key)
 
 
 def grad_problem(grad_call: GradCall) -> Problem:
@@ -177,7 +199,7 @@ def grad_problem(grad_call: GradCall) -> Problem:
 # --- a GPU, or an emulated one --------------------------------------------------------------------
 
 
-def _run_on_device(grad_call: GradCall) -> tuple[Array, Array, Array]:
+def _run_on_device(grad_call: GradCall, key: tuple[Any, ...] | None) -> tuple[Array, Array, Array]:
     call = grad_call.call
     adapter, device = call.adapter, call.views["q"].device
     backend = backend_of(call)
@@ -188,11 +210,12 @@ def _run_on_device(grad_call: GradCall) -> tuple[Array, Array, Array]:
         stream = call.stream
         if stream is None:
             stream = adapter.current_stream(device)
-        grads, views = _allocate_grads(grad_call)
+        grads, views = allocate_grads(grad_call)
         if spec is not None:
             if call.problem.lengths and os.environ.get("CUPYFLASH_CHECK") == "1":
                 check_lengths(call)
-            _launch(grad_call, problem, spec, backend, views, stream)
+                key = None  # the short way does not check
+            _launch(grad_call, problem, spec, backend, views, stream, key)
         dq, dk, dv = (
             grad_call.arrays[name] if name in grad_call.arrays else adapter.give(grad)
             for name, grad in grads.items()
@@ -200,24 +223,61 @@ def _run_on_device(grad_call: GradCall) -> tuple[Array, Array, Array]:
     return dq, dk, dv
 
 
-def _allocate_grads(grad_call: GradCall) -> tuple[dict[str, Array], dict[str, TensorView]]:
+def allocate_grads(grad_call: GradCall) -> tuple[dict[str, Array], dict[str, TensorView]]:
     """dq, dk, dv in the caller's layout, and the views of everything."""
     call, views = grad_call.call, dict(grad_call.views)
-    adapter, layout = call.adapter, call.options.layout
+    adapter = call.adapter
     grads = {}
-    for name, like in (("dq", "q"), ("dk", "k"), ("dv", "v")):
+    for name, like in _LIKE.items():
         array = grad_call.arrays.get(name)
         if array is None:
-            shape = views[like].shape
-            if call.packed:
-                shape = shape[1:]
-            elif layout == "bhsd":
-                shape = (shape[0], shape[2], shape[1], shape[3])
-            array = adapter.empty(shape, grad_call.grad_dtype, views[like].device)
+            array = adapter.empty(_grad_shape(call, like), grad_call.grad_dtype, views[like].device)
             view = adapter.view(name, array)
-            views[name] = as_one(view) if call.packed else to_bshd(view, layout)
+            views[name] = as_one(view) if call.packed else to_bshd(view, call.options.layout)
         grads[name] = array
     return grads, views
+
+
+def _grad_shape(call: Call, like: str) -> tuple[int, ...]:
+    """Shape of the gradient of q, k or v in the caller's layout."""
+    shape = call.views[like].shape
+    if call.packed:
+        return shape[1:]
+    if call.options.layout == "bhsd":
+        return shape[0], shape[2], shape[1], shape[3]
+    return shape
+
+
+def settle_launches(
+    grad_call: GradCall,
+    problem: Problem,
+    spec: KernelSpec,
+    device: DeviceInfo,
+    views: dict[str, TensorView],
+    workspace: dict[str, int],
+    stream: int = 0,
+) -> tuple[Launch, ...]:
+    """The launches of a call whose gradients and workspace are allocated.
+
+    Args:
+        grad_call: the call.
+        problem: ``grad_problem`` of it.
+        spec: the chosen kernel.
+        device: where.
+        views: of everything, dq, dk and dv too.
+        workspace: as ``backward_launches`` takes it.
+        stream: handle of the stream.
+    """
+    return backward_launches(
+        problem,
+        spec,
+        device,
+        views,
+        workspace,
+        accumulate=grad_call.accumulate,
+        clear_grads=not grad_call.accumulate and not _LIKE.keys() <= grad_call.arrays.keys(),
+        stream=stream,
+    )
 
 
 def _launch(
@@ -227,86 +287,92 @@ def _launch(
     backend: CudaBackend | EmulatedBackend,
     views: dict[str, TensorView],
     stream: int,
+    key: tuple[Any, ...] | None,
 ) -> None:
     """Enqueues the three kernels. The workspace is given back to the library's own allocator, which
     reuses it in the order of the stream."""
     call = grad_call.call
     adapter, device = call.adapter, views["q"].device
     needs = workspace_of(problem, spec, views["dout"], grad_call.deterministic)
-    floats = {name: getattr(needs, name) for name in WORKSPACE if name != "dout_copy"}
-    step = _PART_BYTES // 4
-    places, total = {}, 0
-    for name, count in floats.items():
-        places[name] = total
-        total += -(-count // step) * step
-    buffer = adapter.empty((total + step,), DType.float32, device)
-    base = -(-adapter.view("workspace", buffer).pointer // _PART_BYTES) * _PART_BYTES
-    workspace = {name: base + 4 * places[name] for name, count in floats.items() if count}
-    copy = None
-    if needs.dout_copy:
-        copy = adapter.empty((needs.dout_copy,), spec.dtype, device)
-        workspace["dout_copy"] = adapter.view("workspace", copy).pointer
-    given = set(grad_call.arrays)
-    launches = backward_launches(
-        problem,
-        spec,
-        backend.info,
-        views,
-        workspace,
-        accumulate=grad_call.accumulate,
-        clear_grads=not grad_call.accumulate and not {"dq", "dk", "dv"} <= given,
-        stream=stream,
-    )
+    places, nbytes = needs.places()
+    buffer = adapter.empty(_buffer_shape(nbytes), DType.float32, device)
+    base = _aligned(adapter.view("workspace", buffer).pointer)
+    workspace = {name: base + place for name, place in places.items()}
+    counter = 0
+    if needs.dq_turns:
+        counter = workspace["tile_counter"] = workspace["dq_turns"] + needs.counter_place
+    launches = settle_launches(grad_call, problem, spec, backend.info, views, workspace, stream)
     if isinstance(backend, EmulatedBackend):
         for launch in launches:
             backend.run(launch)
         return
+    plan = backend.plan(*launches)
+    pointers = launches[0].pointers[: len(BACKWARD.pointers) - 1]
     inputs = [*call.arrays.values(), *grad_call.arrays.values()]
-    run_launches(adapter, backend, launches, inputs)
+    run_plan(plan, adapter, stream, pointers, inputs, counter)
+    if key is not None:
+        remember(key, _GradConfiguration(grad_call, plan, needs))
 
 
-def run_launches(
-    adapter: Adapter, backend: CudaBackend, launches: tuple[Launch, ...], inputs: list[Array]
-) -> None:
-    """Enqueues launches that read ``inputs`` on their stream of a GPU; does not wait."""
-    driver, index, stream = drivers.default_driver(), backend.device_index, launches[0].stream
-    kernels = [load_kernel(launch.spec, index, stream) for launch in launches]
-    with reading(adapter, driver, index, stream, inputs):
-        for launch, kernel in zip(launches, kernels):
-            announce(launch.spec, f"GPU {index} ({backend.info.name})", kernel.origin)
-            counters = driver.tile_counters(index) if launch.dynamic else None
-            bases = {_TENSOR_OF_MAP[request.offset]: request.pointer for request in launch.maps}
-            pointers = [bases.get(tensor, 0) for tensor in MAPPED_BACKWARD]
-            prepared = PreparedLaunch(
-                context=kernel.context,
-                function=kernel.function,
-                grid=launch.grid,
-                block=launch.block,
-                cluster=launch.spec.cluster,
-                shared_bytes=launch.spec.shared_bytes,
-                params=launch.params,
-                pointer_offsets=[
-                    *[None] * len(MAPPED_BACKWARD),
-                    None if counters is None else BACKWARD.offsets["tile_counter"],
-                ],
-                maps=[
-                    TensorMap(
-                        offset=request.offset,
-                        pointer_idx=MAPPED_BACKWARD.index(_TENSOR_OF_MAP[request.offset]),
-                        dtype=launch.spec.dtype,
-                        dims=request.dims,
-                        strides_bytes=request.strides_bytes,
-                        box=request.box,
-                        swizzle=request.swizzle,
-                        shift_bytes=request.shift_bytes,
-                    )
-                    for request in launch.maps
-                ],
-                counter_idx=None if counters is None else len(MAPPED_BACKWARD),
-                counters=counters,
-            )
-            counter = 0 if counters is None else counters.of_stream(stream)
-            driver.launch(prepared, stream, (*pointers, counter))
+def _buffer_shape(nbytes: int) -> tuple[int]:
+    """Of a float32 array that holds this many bytes behind an aligned address."""
+    return (nbytes // 4 + PART_BYTES // 4,)
+
+
+def _aligned(address: int) -> int:
+    return (address + PART_BYTES - 1) & -PART_BYTES
+
+
+class _GradConfiguration(Configuration):
+    """That of ``attention_backward``, whose arrays are ``GIVEN``."""
+
+    __slots__ = ("_counter", "_copy", "_new_buffer", "_new_grad", "_parts", "_shape", "_shapes")
+
+    def __init__(self, grad_call: GradCall, plan: Plan, needs: Workspace) -> None:
+        call, views = grad_call.call, grad_call.views
+        adapter, device = call.adapter, views["q"].device
+        super().__init__(
+            adapter,
+            device,
+            plan,
+            [views.get(name) for name in GIVEN],
+            [views.get(name) for name in DEVICE_LENGTHS],
+            [GIVEN.index(name) for name in _LIKE if name in grad_call.arrays],
+        )
+        assert isinstance(adapter, (arrays.CupyAdapter, arrays.TorchAdapter))
+        self._shapes = tuple(_grad_shape(call, like) for like in _LIKE.values())
+        self._new_grad = adapter.allocator(grad_call.grad_dtype, device)
+        places, nbytes = needs.places()
+        self._shape = _buffer_shape(nbytes)
+        self._new_buffer = adapter.allocator(DType.float32, device)
+        self._copy = places.pop("dout_copy", None)
+        self._parts = tuple(places.get(name) for name in WORKSPACE if name != "dout_copy")
+        self._counter = None
+        if needs.dq_turns:
+            self._counter = places["dq_turns"] + needs.counter_place
+
+    def _launch(self, pointers: Pointers, outputs: tuple[Array | None, ...], stream: int) -> Any:
+        (q, k, v, dout, out, lse, dlse, delta, *own), lengths = pointers
+        pointer, new = self._adapter.pointer, self._new_grad
+        grads, addresses = [], []
+        for array, address, shape in zip(outputs, own, self._shapes):
+            if array is None:
+                array = new(shape)
+                address = pointer(array)
+            grads.append(array)
+            addresses.append(address)
+        buffer = self._new_buffer(self._shape)
+        base = _aligned(pointer(buffer))
+        self.plan.run(
+            stream,
+            *(q, k, v, out, dout if self._copy is None else base + self._copy, dout),
+            *(lse, dlse, delta),
+            *addresses,
+            *[0 if place is None else base + place for place in self._parts],
+            *lengths,
+            counter=0 if self._counter is None else base + self._counter,
+        )
+        return tuple(grads)
 
 
 # --- the CPU --------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 ``forward_launch`` fills the parameter struct: a ``Launch`` is plain data that a test can read. A
 back end runs it: ``CudaBackend`` through libcupyflash, ``EmulatedBackend`` on the CPU emulator, so
-that every line above the driver is exercised without a GPU. A ``Plan`` is a launch on a GPU with
-all but stream and addresses settled; running it allocates nothing and waits for nothing, so a plan
-can be recorded into a CUDA graph and shared by threads.
+that every line above the driver is exercised without a GPU. A ``Plan`` is a launch on a GPU, or the
+three of a backward, with all but stream and addresses settled; running it allocates nothing and
+waits for nothing, so a plan can be recorded into a CUDA graph and shared by threads.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 from cupyflash import driver as drivers
 from cupyflash.cache import CacheEntry, CubinCache, default_cache
-from cupyflash.driver import PreparedLaunch, TensorMap
+from cupyflash.driver import PreparedLaunch, PreparedPlan, TensorMap
 from cupyflash.errors import DriverError
-from cupyflash.params import DEVICE_LENGTHS, FORWARD, TensorMapRequest
+from cupyflash.params import DEVICE_LENGTHS, FORWARD, StructLayout, TensorMapRequest
 from cupyflash.problem import DeviceInfo, Problem, ragged_strides
 from cupyflash.schedule import plan_tiles
 from cupyflash.select import KernelSpec, siblings, tensor_maps
@@ -35,10 +35,6 @@ TENSORS = ("q", "k", "v", "out", "lse", *DEVICE_LENGTHS)
 """Arrays of a forward, in the order of ``Launch.pointers``."""
 
 FAR_ROW = 1 << 30  # kFarRow of kernels_cu/attn/ragged.cuh
-
-_UNUSED = (0,) * (drivers.MAX_POINTERS - len(TENSORS) - 1)
-
-_TENSOR_OF_MAP = {FORWARD.offsets[f"{tensor}_map"]: tensor for tensor in ("q", "k", "v", "out")}
 
 # CUresults that say "this cubin is no good here", as opposed to "something else is wrong".
 _CUBIN_REFUSED = (200, 209, 218, 222, 223, 300, 301, 500)
@@ -53,9 +49,12 @@ class Launch:
         grid: blocks along x, y, z.
         params: the parameter struct; tensor maps are still zero.
         maps: the tensor maps to encode into it.
-        pointers: addresses of ``TENSORS``; 0 for what is not there.
-        dynamic: whether blocks claim tiles from a counter (``tile_counter``), if there is one.
+        pointers: addresses of ``layout.pointers``, 0 for what is not there. The tile counter is
+            left out, except where it belongs to the launch as its arrays do.
+        dynamic: whether blocks claim tiles from a counter of the stream (``tile_counter``), if
+            there is one.
         stream: handle of the CUDA stream.
+        layout: of the parameter struct.
     """
 
     spec: KernelSpec
@@ -65,6 +64,7 @@ class Launch:
     pointers: tuple[int, ...]
     stream: int = 0
     dynamic: bool = False
+    layout: StructLayout = FORWARD
 
     @property
     def block(self) -> tuple[int, int, int]:
@@ -277,29 +277,39 @@ def _load(
 
 
 class Plan:
-    """A launch on a GPU with all but its stream and addresses settled.
+    """Launches on a GPU, one behind the other, with all but stream and addresses settled.
 
     Args:
-        kernel: the loaded kernel.
-        launch: a launch of it; its stream and addresses are not used.
+        kernels: the loaded kernel of each.
+        launches: on one GPU and of one parameter struct; their streams and addresses are not used.
     """
 
-    def __init__(self, kernel: Kernel, launch: Launch) -> None:
-        self.kernel = kernel
-        self.launch = launch
+    def __init__(self, kernels: Sequence[Kernel], launches: Sequence[Launch]) -> None:
+        self.kernels = tuple(kernels)
+        self.launches = tuple(launches)
+        self.device_index = kernels[0].device_index
         driver = drivers.default_driver()
         self.driver = driver
-        self._counters = driver.tile_counters(kernel.device_index) if launch.dynamic else None
-        self.prepared = prepare(kernel, launch, self._counters)
-        self._function = driver.launch_function
-        self._pack = drivers.pack_all_arguments
+        dynamic = any(launch.dynamic for launch in launches)
+        self._counters = driver.tile_counters(self.device_index) if dynamic else None
+        self.prepared = PreparedPlan(
+            [prepare(kernel, made, self._counters) for kernel, made in zip(kernels, launches)]
+        )
+        self._function = driver.run_function
+        self._pack = drivers.argument_packer(len(launches[0].layout.pointers))
         self._address = self.prepared.address
 
-    def run(self, stream: int, *pointers: int) -> None:
-        """Launches with these addresses (one for each of ``TENSORS``) on ``stream``; does not
-        wait."""
-        counter = 0 if self._counters is None else self._counters.of_stream(stream)
-        result = self._function(self._address, self._pack(stream, *pointers, counter, *_UNUSED))
+    def run(self, stream: int, *pointers: int, counter: int = 0) -> None:
+        """Launches on ``stream``; does not wait.
+
+        Args:
+            stream: handle of the stream.
+            pointers: one for each of ``layout.pointers`` but the tile counter.
+            counter: the tile counter of launches that bring their own.
+        """
+        if self._counters is not None:
+            counter = self._counters.of_stream(stream)
+        result = self._function(self._address, self._pack(stream, *pointers, counter))
         if result:
             self.driver.raise_for_launch(result)
 
@@ -307,7 +317,12 @@ class Plan:
 def prepare(
     kernel: Kernel, launch: Launch, counters: drivers.TileCounters | None = None
 ) -> PreparedLaunch:
-    """The launch as libcupyflash reads it."""
+    """The launch as libcupyflash reads it, its addresses in the order of ``layout.pointers``."""
+    layout = launch.layout
+    tensors = {layout.offsets[f"{name}_map"]: name for name in layout.mapped}
+    offsets: list[int | None] = [layout.offsets[name] for name in layout.pointers]
+    if not launch.dynamic and len(launch.pointers) < len(offsets):
+        offsets[-1] = None  # another launch of the plan has a counter, this one has none
     return PreparedLaunch(
         context=kernel.context,
         function=kernel.function,
@@ -316,11 +331,11 @@ def prepare(
         cluster=launch.spec.cluster,
         shared_bytes=launch.spec.shared_bytes,
         params=launch.params,
-        pointer_offsets=[FORWARD.offsets[tensor] for tensor in (*TENSORS, "tile_counter")],
+        pointer_offsets=offsets,
         maps=[
             TensorMap(
                 offset=request.offset,
-                pointer_idx=TENSORS.index(_TENSOR_OF_MAP[request.offset]),
+                pointer_idx=layout.pointers.index(tensors[request.offset]),
                 dtype=launch.spec.dtype,
                 dims=request.dims,
                 strides_bytes=request.strides_bytes,
@@ -330,7 +345,7 @@ def prepare(
             )
             for request in launch.maps
         ],
-        counter_idx=None if counters is None else len(TENSORS),
+        counter_idx=len(offsets) - 1 if launch.dynamic and counters is not None else None,
         counters=counters,
     )
 
@@ -342,11 +357,18 @@ class CudaBackend:
         self.device_index = device_index
         self.info = drivers.default_driver().device_info(device_index)
 
-    def plan(self, launch: Launch) -> Plan:
-        """Loads the kernel, compiling it if it must be, and settles the launch."""
-        kernel = load_kernel(launch.spec, self.device_index, launch.stream)
-        announce(launch.spec, f"GPU {self.device_index} ({self.info.name})", kernel.origin)
-        return Plan(kernel, launch)
+    def plan(self, *launches: Launch) -> Plan:
+        """Loads the kernels, compiling what must be, and settles the launches."""
+        return Plan(self.load(*launches), launches)
+
+    def load(self, *launches: Launch) -> list[Kernel]:
+        """The kernels of launches, announced."""
+        kernels = []
+        for launch in launches:
+            kernel = load_kernel(launch.spec, self.device_index, launch.stream)
+            announce(launch.spec, f"GPU {self.device_index} ({self.info.name})", kernel.origin)
+            kernels.append(kernel)
+        return kernels
 
     def run(self, launch: Launch) -> None:
         self.plan(launch).run(launch.stream, *launch.pointers)

@@ -58,6 +58,17 @@ class StructLayout:
         return {field.name: field.offset for field in self.fields}
 
     @functools.cached_property
+    def pointers(self) -> tuple[str, ...]:
+        """Members that are addresses, in order; the last is the tile counter where there is one."""
+        return tuple(field.name for field in self.fields if field.kind == "pointer")
+
+    @functools.cached_property
+    def mapped(self) -> tuple[str, ...]:
+        """Tensors that have a tensor map, in order."""
+        fields = (field for field in self.fields if field.kind == "tensor_map")
+        return tuple(field.name.removesuffix("_map") for field in fields)
+
+    @functools.cached_property
     def scalars_offset(self) -> int:
         """Offset of the first member that is not a tensor map."""
         return next(field.offset for field in self.fields if field.kind != "tensor_map")

@@ -1,7 +1,8 @@
 """Serves a resolved call: on the CPU, on a GPU, on an emulated device.
 
 A ``Configuration`` is the short way: a CuPy or PyTorch call like one that has been served before
-needs only new outputs, addresses and the current stream.
+needs only new outputs, addresses and the current stream. ``gradients.GradConfiguration`` is that of
+``attention_backward``; both are found by ``lookup``.
 """
 
 from __future__ import annotations
@@ -31,78 +32,108 @@ from cupyflash.launch import (
 from cupyflash.params import DEVICE_LENGTHS
 from cupyflash.problem import as_int, to_bshd
 from cupyflash.select import describe_problem, select
-from cupyflash.tensor import DeviceKind, DType
+from cupyflash.tensor import Device, DeviceKind, DType, TensorView
 
 MAX_CONFIGURATIONS = 4096
 """How many are remembered before all are forgotten: a decoder meets a new length at every step."""
 
-Pointers = tuple[int, int, int, int, tuple[int, ...]]
-"""Addresses of q, k, v, the caller's out (0 for none), and the arrays of lengths."""
+Pointers = tuple[tuple[int, ...], tuple[int, ...]]
+"""Addresses of the arrays of a call, 0 for one that is not given, and of its arrays of lengths."""
 
 NO_LENGTHS: tuple[None, ...] = (None,) * len(DEVICE_LENGTHS)
 _NO_ADDRESSES = (0,) * len(DEVICE_LENGTHS)
-_NOTHING: Pointers = (0, 0, 0, 0, _NO_ADDRESSES)
+_NOTHING: Pointers = ((), _NO_ADDRESSES)
 
 
 class Configuration:
-    """Everything that calls of one shape, type and set of options have in common.
+    """Everything that calls of one function, shape, type and set of options have in common.
 
     Args:
-        call: one of them.
-        plan: the launch that served it.
+        adapter: of the arrays.
+        device: the GPU that they are on.
+        plan: the launches that served one of the calls.
+        views: of the arrays that the call was given, in the order of ``lookup``; None for others.
+        lengths: of its arrays of lengths.
+        written: which of the arrays, by position, the caller gave to be written to.
     """
 
-    __slots__ = (
-        "_adapter",
-        "_device",
-        "_has_lse",
-        "_lse_shape",
-        "_new_lse",
-        "_new_out",
-        "_out_shape",
-        "plan",
-        "_spans",
-        "_stream",
-    )
+    __slots__ = ("_adapter", "_device", "_spans", "_stream", "_written", "plan")
 
-    def __init__(self, call: Call, plan: Plan) -> None:
-        adapter = call.adapter
+    def __init__(
+        self,
+        adapter: Adapter,
+        device: Device,
+        plan: Plan,
+        views: Sequence[TensorView | None],
+        lengths: Sequence[TensorView | None],
+        written: Sequence[int],
+    ) -> None:
         assert isinstance(adapter, (arrays.CupyAdapter, arrays.TorchAdapter))
         self._adapter = adapter
-        self._device = call.views["q"].device
+        self._device = device
         self.plan = plan
+        self._stream = adapter.stream_getter(device.index)
+        self._spans = tuple(
+            (position, low - view.pointer, high - view.pointer)
+            for position, view in enumerate((*views, *lengths))
+            if view is not None and view.size
+            for low, high in (view.byte_range(),)
+        )
+        self._written = tuple(span for span in self._spans if span[0] in written)
+
+    def is_apart(self, pointers: Pointers) -> bool:
+        """Whether what the caller gave to be written to is certainly apart from every other array
+        at these addresses."""
+        addresses = pointers[0] + pointers[1]
+        for own, low, high in self._written:
+            low += addresses[own]
+            high += addresses[own]
+            for other, first, last in self._spans:
+                address = addresses[other]
+                if first + address < high and low < last + address and other != own:
+                    return False
+        return True
+
+    def run(self, pointers: Pointers, outputs: tuple[Array | None, ...], stream: Any) -> Any:
+        """Allocates those of ``outputs`` that the caller did not give, launches, returns what the
+        function returns."""
+        adapter = self._adapter
+        if stream is None and adapter.is_current(self._device.index):
+            return self._launch(pointers, outputs, self._stream())
+        handle = None if stream is None else arrays.stream_handle(stream)
+        with adapter.scope(self._device, handle):
+            return self._launch(pointers, outputs, self._stream() if handle is None else handle)
+
+    def _launch(self, pointers: Pointers, outputs: tuple[Array | None, ...], stream: int) -> Any:
+        raise NotImplementedError
+
+
+class _ForwardConfiguration(Configuration):
+    """That of ``attention``, whose arrays are q, k, v and the caller's out."""
+
+    __slots__ = ("_has_lse", "_lse_shape", "_new_lse", "_new_out", "_out_shape")
+
+    def __init__(self, call: Call, plan: Plan) -> None:
+        adapter, views, device = call.adapter, call.views, call.views["q"].device
+        own = call.options.out is not None
+        super().__init__(
+            adapter,
+            device,
+            plan,
+            [*(views[tensor] for tensor in ("q", "k", "v")), views["out"] if own else None],
+            [views.get(name) for name in DEVICE_LENGTHS],
+            [3] if own else [],
+        )
+        assert isinstance(adapter, (arrays.CupyAdapter, arrays.TorchAdapter))
         self._out_shape = _out_shape(call)
         self._lse_shape = _lse_shape(call)
         self._has_lse = bool(call.options.return_lse)
-        self._new_out = adapter.allocator(call.views["out"].dtype, self._device)
-        self._new_lse = adapter.allocator(DType.float32, self._device)
-        self._stream = adapter.stream_getter(self._device.index)
-        self._spans = tuple(
-            (low - view.pointer, high - view.pointer)
-            for view in (call.views[tensor] for tensor in ("q", "k", "v", "out"))
-            for low, high in (view.byte_range(),)
-        )
+        self._new_out = adapter.allocator(views["out"].dtype, device)
+        self._new_lse = adapter.allocator(DType.float32, device)
 
-    def is_apart(self, pointers: Pointers) -> bool:
-        """Whether the caller's output is certainly apart from the inputs at these addresses."""
-        own = pointers[3]
-        low, high = (bound + own for bound in self._spans[3])
-        return all(
-            high <= first + pointer or last + pointer <= low
-            for (first, last), pointer in zip(self._spans[:3], pointers[:3])
-        )
-
-    def run(self, pointers: Pointers, out: Array | None, stream: Any) -> Any:
-        """Allocates what the caller did not give, launches, returns out or (out, lse)."""
-        adapter = self._adapter
-        if stream is None and adapter.is_current(self._device.index):
-            return self._launch(pointers, out, self._stream())
-        handle = None if stream is None else arrays.stream_handle(stream)
-        with adapter.scope(self._device, handle):
-            return self._launch(pointers, out, self._stream() if handle is None else handle)
-
-    def _launch(self, pointers: Pointers, out: Array | None, stream: int) -> Any:
-        q, k, v, out_pointer, lengths = pointers
+    def _launch(self, pointers: Pointers, outputs: tuple[Array | None, ...], stream: int) -> Any:
+        (q, k, v, out_pointer), lengths = pointers
+        (out,) = outputs
         pointer = self._adapter.pointer
         if out is None:
             out = self._new_out(self._out_shape)
@@ -119,18 +150,16 @@ _configurations: dict[tuple[Any, ...], Configuration] = {}
 
 
 def lookup(
-    q: Array,
-    k: Array,
-    v: Array,
-    out: Array | None,
+    given: tuple[Array | None, ...],
     settings: tuple[Any, ...],
     lengths: tuple[Array | None, ...] = NO_LENGTHS,
 ) -> tuple[tuple[Any, ...] | None, Configuration | None, Pointers]:
     """The configuration of a call, if it has been served before.
 
     Args:
-        q, k, v, out: the arrays, unchecked.
-        settings: every other option that the result depends on, in the order of ``attention``.
+        given: the arrays, unchecked, as many as the function takes, q first.
+        settings: every other option that the result depends on, those of ``attention`` first and in
+            their order.
         lengths: arrays that a kernel reads on the device, in the order of ``DEVICE_LENGTHS``.
 
     Returns:
@@ -138,13 +167,8 @@ def lookup(
         or None; the addresses of the arrays.
     """
     fast = arrays.FAST
-    adapter = fast.get(type(q))
-    if (
-        adapter is None
-        or fast.get(type(k)) is not adapter
-        or fast.get(type(v)) is not adapter
-        or (out is not None and fast.get(type(out)) is not adapter)
-    ):
+    adapter = fast.get(type(given[0]))
+    if adapter is None:
         return None, None, _NOTHING
     pointer, signature = adapter.pointer, adapter.signature
     try:
@@ -159,36 +183,66 @@ def lookup(
             type(kv_offset),
             *map(type, last),
         )
-        addresses, signatures = _NO_ADDRESSES, None
+        addresses, length_signatures = _NO_ADDRESSES, None
         if lengths is not NO_LENGTHS:
             if any(x is not None and fast.get(type(x)) is not adapter for x in lengths):
                 return None, None, _NOTHING
             addresses = tuple(0 if x is None else pointer(x) for x in lengths)
-            signatures = tuple(None if x is None else signature(x) for x in lengths)
-        own = 0 if out is None else pointer(out)
-        pointers = (pointer(q), pointer(k), pointer(v), own, addresses)
-        misaligned: Any = (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15
-        if misaligned:
-            misaligned = tuple(address & 15 for address in pointers[:4])
-        out_signature = None if out is None else signature(out)
-        key = (
-            signature(q),
-            signature(k),
-            signature(v),
-            out_signature,
-            misaligned,
-            settings,
-            types,
-            signatures,
-        )
+            length_signatures = tuple(None if x is None else signature(x) for x in lengths)
+        places: list[int] = []
+        signatures: list[tuple[Any, ...] | None] = []
+        bits = 0
+        for array in given:
+            if array is None:
+                places.append(0)
+                signatures.append(None)
+                continue
+            if fast.get(type(array)) is not adapter:
+                return None, None, _NOTHING
+            address = pointer(array)
+            bits |= address
+            places.append(address)
+            signatures.append(signature(array))
+        misaligned = tuple(address & 15 for address in places) if bits & 15 else 0
+        key = (*signatures, misaligned, settings, types, length_signatures)
         configuration = _configurations.get(key)
     except (TypeError, RuntimeError, AttributeError):
         # Unhashable options, no address, a tensor that may record gradients, a PyTorch that does
         # not tell: resolve says what is wrong, if anything is.
         return None, None, _NOTHING
-    if out is not None and configuration is not None and not configuration.is_apart(pointers):
+    pointers = (tuple(places), addresses)
+    if configuration is not None and not configuration.is_apart(pointers):
         configuration = None
     return key, configuration, pointers
+
+
+def with_lengths(
+    settings: tuple[Any, ...],
+    starts_and_used: tuple[Array | None, ...],
+    offsets: tuple[Any, Any],
+    bounds: tuple[int | None, int | None],
+) -> tuple[tuple[Any, ...], tuple[Array | None, ...]]:
+    """The settings and the arrays of lengths of a call, as ``lookup`` takes them.
+
+    Args:
+        settings: of the call without lengths, up to num_sms; offsets may be arrays.
+        starts_and_used: cu_seqlens_q, cu_seqlens_kv, seqused_q, seqused_kv.
+        offsets: q_offset, kv_offset.
+        bounds: max_seqlen_q, max_seqlen_kv.
+    """
+    on_device = [x if hasattr(x, "shape") else None for x in offsets]
+    if all(x is None for x in (*starts_and_used, *on_device)):
+        return (*settings, *bounds), NO_LENGTHS
+    ints = [None if hasattr(x, "shape") else x for x in offsets]
+    return (*settings[:5], *ints, *settings[7:], *bounds), (*starts_and_used, *on_device)
+
+
+def remember(key: tuple[Any, ...] | None, configuration: Configuration) -> None:
+    """Serves later calls with this key the short way, unless it is None."""
+    if key is not None:
+        if len(_configurations) >= MAX_CONFIGURATIONS:
+            _configurations.clear()
+        _configurations[key] = configuration
 
 
 def forget_configurations() -> None:
@@ -262,22 +316,27 @@ def run_on_device(call: Call, key: tuple[Any, ...] | None) -> Any:
                 clear_out=call.options.out is None,
             )
             if isinstance(backend, CudaBackend):
-                _launch_on_gpu(call, backend.plan(launch), key)
+                plan = backend.plan(launch)
+                run_plan(plan, adapter, stream, launch.pointers, list(call.arrays.values()))
+                if key is not None:
+                    remember(key, _ForwardConfiguration(call, plan))
             else:
                 backend.run(launch)
         result = adapter.give(out) if call.options.out is None else call.options.out
         return (result, adapter.give(lse)) if lse is not None else result
 
 
-def _launch_on_gpu(call: Call, plan: Plan, key: tuple[Any, ...] | None) -> None:
-    inputs = list(call.arrays.values())
-    index, stream = plan.kernel.device_index, plan.launch.stream
-    with reading(call.adapter, plan.driver, index, stream, inputs):
-        plan.run(stream, *plan.launch.pointers)
-    if key is not None:
-        if len(_configurations) >= MAX_CONFIGURATIONS:
-            _configurations.clear()
-        _configurations[key] = Configuration(call, plan)
+def run_plan(
+    plan: Plan,
+    adapter: Adapter,
+    stream: int,
+    pointers: Sequence[int],
+    inputs: list[Array],
+    counter: int = 0,
+) -> None:
+    """Launches a plan that reads ``inputs``."""
+    with reading(adapter, plan.driver, plan.device_index, stream, inputs):
+        plan.run(stream, *pointers, counter=counter)
 
 
 @contextlib.contextmanager

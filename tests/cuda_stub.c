@@ -16,7 +16,7 @@ enum {
     INVALID_CONTEXT = 201,
     CAPTURE_IMPLICIT = 906,
 };
-enum { PARAMS_BYTES = 1024, NUM_DEVICES = 2 };
+enum { PARAMS_BYTES = 2048, NUM_DEVICES = 2, NUM_REMEMBERED = 8 };
 
 typedef struct {
     uint32_t grid[3], block[3];
@@ -38,6 +38,13 @@ typedef struct {
 _Static_assert(sizeof(EncodedMap) == 128, "size of a CUtensorMap");
 
 typedef struct {
+    uint64_t context, function, stream;
+    uint32_t grid[3], block[3];
+    uint32_t shared_bytes, cluster;
+    uint8_t params[PARAMS_BYTES];
+} Launched;
+
+typedef struct {
     uint64_t launches, loads, pushes, pops, waits;
     uint64_t context, function, stream;
     uint32_t grid[3], block[3];
@@ -52,6 +59,8 @@ typedef struct {
     uint64_t open_streams, fail_clear_with;
     uint8_t params[PARAMS_BYTES];
     uint64_t params_bytes;
+    uint64_t words_cleared, cleared_word, word_cleared_on, launches_before_clearing;
+    Launched last[NUM_REMEMBERED]; /* launch n at n % NUM_REMEMBERED */
 } Log;
 
 static Log record;
@@ -173,7 +182,7 @@ EXPORT int cuLaunchKernel(void) { return INVALID_VALUE; /* cuLaunchKernelEx is t
 EXPORT int cuLaunchKernelEx(const LaunchConfig *config, uint64_t function, void **params,
                             void **extra) {
     if (extra || (uintptr_t)params[0] % 64) return INVALID_VALUE;
-    ++record.launches;
+    Launched *launched = &record.last[record.launches++ % NUM_REMEMBERED];
     record.context = current();
     record.function = function;
     record.stream = config->stream;
@@ -192,6 +201,14 @@ EXPORT int cuLaunchKernelEx(const LaunchConfig *config, uint64_t function, void 
         if (id == 6) record.dependent = value;
     }
     memcpy(record.params, params[0], record.params_bytes);
+    launched->context = record.context;
+    launched->function = function;
+    launched->stream = record.stream;
+    memcpy(launched->grid, record.grid, sizeof record.grid);
+    memcpy(launched->block, record.block, sizeof record.block);
+    launched->shared_bytes = record.shared_bytes;
+    launched->cluster = record.cluster;
+    memcpy(launched->params, params[0], record.params_bytes);
     return (int)record.fail_launch_with;
 }
 
@@ -216,6 +233,15 @@ EXPORT int cuMemsetD8Async(uint64_t address, unsigned char value, size_t bytes, 
     record.cleared_with = value;
     record.cleared_on = stream;
     return (int)record.fail_clear_with;
+}
+EXPORT int cuMemsetD32Async(uint64_t address, unsigned value, size_t words, uint64_t stream) {
+    if (!current()) return INVALID_CONTEXT;
+    if (value != 0 || words != 1 || address % 4) return INVALID_VALUE;
+    ++record.words_cleared;
+    record.cleared_word = address;
+    record.word_cleared_on = stream;
+    record.launches_before_clearing = record.launches;
+    return SUCCESS;
 }
 EXPORT int cuStreamSynchronize(uint64_t stream) {
     record.awaited_stream = stream;

@@ -160,7 +160,7 @@ def test_tangents_are_never_lost_silently(torch, monkeypatch):
     adapter = arrays.TorchAdapter(torch)  # of the GPU; it reads tensors on the CPU as well
     monkeypatch.setattr(arrays, "FAST", {torch.Tensor: adapter})
     settings = (False, "bottom_right", None, None, 0.0, None, None, "bshd", False, None)
-    key, _, _ = serve.lookup(q, k, v, None, settings)
+    key, _, _ = serve.lookup((q, k, v, None), settings)
     assert key is not None
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(k, torch.ones_like(k))
@@ -169,13 +169,13 @@ def test_tangents_are_never_lost_silently(torch, monkeypatch):
             for arguments in ((q, dual, v), (dual, dual, dual)):
                 with pytest.raises(TypeError, match=r"forward-mode tangent.*detach"):
                     cupyflash.attention(*arguments)
-                assert serve.lookup(*arguments, None, settings)[0] is None
+                assert serve.lookup((*arguments, None), settings)[0] is None
         with pytest.raises(TypeError, match="out: .*forward-mode tangent"):
             out = torch.zeros(2, 5, 4, 16)
             cupyflash.attention(q, k, v, out=forward_ad.make_dual(out, torch.ones_like(out)))
         out = cupyflash.attention(q, dual.detach(), v)
     assert torch.equal(out, cupyflash.attention(q, k, v))
-    assert serve.lookup(q, k, v, None, settings)[0] == key
+    assert serve.lookup((q, k, v, None), settings)[0] == key
     with pytest.raises(TypeError, match="q: "):
         torch.func.jvp(lambda one: cupyflash.attention(one, k, v), (q,), (q,))
 

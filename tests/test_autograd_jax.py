@@ -234,16 +234,6 @@ def test_other_derivatives_are_refused() -> None:
         jax.grad(lambda q: jax.grad(loss)(q, *arrays[1:]).sum())(arrays[0])
 
 
-def test_programs_for_gpus_are_refused() -> None:
-    """No GPU is needed to compile for one, as far as that goes."""
-    arrays = inputs()
-    for function in (cupyflash.attention, jax.grad(loss_of())):
-        traced = jax.jit(function).trace(*arrays)
-        traced.lower(lowering_platforms=("cpu",))
-        with pytest.raises(cupyflash.UnsupportedError, match="cuda: libcupyflash has no handler"):
-            traced.lower(lowering_platforms=("cuda",))
-
-
 def test_a_wrong_call_is_refused_while_tracing() -> None:
     q, k, v = inputs()
 
@@ -276,6 +266,15 @@ def test_a_wrong_call_is_refused_while_tracing() -> None:
         jax.jit(lambda q: cupyflash.attention(q, k, v, seqused_kv=[6, 6]))(q)
 
 
+def test_other_functions_are_refused_while_tracing() -> None:
+    q, k, v = inputs()
+    out, lse = cupyflash.attention(q, k, v, return_lse=True)
+    with pytest.raises(cupyflash.UnsupportedError, match="JAX tracer: .* no other function"):
+        jax.jit(lambda dout: cupyflash.attention_backward(dout, q, k, v, out, lse))(out)
+    with pytest.raises(cupyflash.UnsupportedError, match="JAX tracer: .* no other function"):
+        jax.jit(lambda part: cupyflash.merge([part], [lse]))(out)
+
+
 def test_what_only_the_data_tells_is_an_error_when_it_runs() -> None:
     q, k, v = inputs()
     attend = jax.jit(lambda used: cupyflash.attention(q, k, v, seqused_kv=used))
@@ -305,7 +304,7 @@ def test_one_core_is_enough() -> None:
 
 @pytest.mark.gpu
 def test_gradients_on_a_gpu() -> None:
-    """Outside of jit, through DLPack; inside, an error that says what is missing."""
+    """Outside of jit, through DLPack; programs are those of ``test_xla_gpu.py``."""
     try:
         device = jax.devices("cuda")[0]
     except RuntimeError as error:
@@ -317,8 +316,6 @@ def test_gradients_on_a_gpu() -> None:
     given = [jax.device_put(x, device) for x in rounded]
     with jax.default_device(device):
         found = jax.grad(loss, (0, 1, 2))(*given)
-        with pytest.raises(cupyflash.UnsupportedError, match="cuda: libcupyflash has no handler"):
-            jax.jit(jax.grad(loss))(*given)
     for x, y in zip(found, expected):
         assert x.devices() == {device} and x.dtype == np.float16
         assert agree([x], [y], 0.02 * float(np.abs(y).max()))

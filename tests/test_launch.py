@@ -42,6 +42,22 @@ H200 = DeviceInfo("Stub H200", (9, 0), 132, 232448, 50 << 20)
 A100 = DeviceInfo("A100", (8, 0), 108, 166912, 40 << 20)
 
 
+PARAMS_BYTES, NUM_REMEMBERED = 2048, 8
+
+
+class Launched(ctypes.Structure):
+    """Launched of cuda_stub.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("context", "function", "stream")),
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("shared_bytes", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("params", ctypes.c_uint8 * PARAMS_BYTES),
+    ]
+
+
 class Log(ctypes.Structure):
     """Log of cuda_stub.c."""
 
@@ -71,9 +87,25 @@ class Log(ctypes.Structure):
                 *("open_streams", "fail_clear_with"),
             )
         ),
-        ("params", ctypes.c_uint8 * 1024),
+        ("params", ctypes.c_uint8 * PARAMS_BYTES),
         ("params_bytes", ctypes.c_uint64),
+        *(
+            (name, ctypes.c_uint64)
+            for name in (
+                *("words_cleared", "cleared_word", "word_cleared_on"),
+                "launches_before_clearing",
+            )
+        ),
+        ("last", Launched * NUM_REMEMBERED),
     ]
+
+    def since(self, launches: int) -> list[Launched]:
+        """Copies of the launches behind this many, at most ``NUM_REMEMBERED``."""
+        assert self.launches - launches <= NUM_REMEMBERED
+        return [
+            Launched.from_buffer_copy(self.last[number % NUM_REMEMBERED])
+            for number in range(launches, self.launches)
+        ]
 
     def scalars(self) -> dict[str, int | float]:
         return FORWARD.unpack(bytes(self.params)[: FORWARD.size])
@@ -703,7 +735,7 @@ def dynamic(**changes) -> launch.Launch:
 
 
 def counter_of(stub, plan, stream) -> int:
-    plan.run(stream, *plan.launch.pointers)
+    plan.run(stream, *plan.launches[0].pointers)
     return stub.log.scalars()["tile_counter"]
 
 
@@ -848,7 +880,7 @@ def test_threads_capture_with_different_counters(stub):
 
     def work() -> None:
         for _ in range(500):
-            plan.run(0x10, *plan.launch.pointers)
+            plan.run(0x10, *plan.launches[0].pointers)
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -873,7 +905,7 @@ def test_captured_launches_without_a_free_counter_have_none(stub):
 
 def test_kernels_that_deal_out_by_position_have_no_counter(stub):
     plan = launch.CudaBackend(0).plan(launch_of(*forward()))
-    assert not plan.launch.dynamic
+    assert not plan.launches[0].dynamic
     assert counter_of(stub, plan, 0x10) == 0 and capture(stub, plan, 0x10) == 0
     problem, views = forward(batch=16, seqlen_q=4096, heads_q=32)
     assert not launch_of(problem, views, A100).dynamic

@@ -1,8 +1,9 @@
-"""``attention`` under JAX's transformations: ``grad``, ``vmap`` and, on the CPU, ``jit``.
+"""``attention`` under JAX's transformations: ``grad``, ``vmap`` and ``jit``.
 
 Forward and backward are two primitives under one ``jax.custom_vjp``. A primitive with concrete
 arrays calls the public function, on the CPU or, through DLPack, on a GPU; so ``jax.grad`` outside
-of ``jit`` works on both. In a program that XLA compiles for the CPU it is a callback.
+of ``jit`` works on both. In a program that XLA compiles for the CPU it is a callback, in one for
+GPUs a call of libcupyflash (``adapters/xla.py``).
 
 Note [Callbacks without a second JAX]: ``jax.pure_callback`` gives the callback JAX arrays, and
 reading one waits for a thread of the pool that the callback itself may occupy: with one core it
@@ -22,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cupyflash import api
-from cupyflash.adapters import LENGTHS, refuse_scales
+from cupyflash.adapters import LENGTHS, refuse_scales, xla
 from cupyflash.arguments import Options, resolve
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import as_float, as_int
@@ -65,7 +66,7 @@ def attention(q: Array, k: Array, v: Array, options: Options) -> Any:
         TypeError: another library's array, or a traced number where the host must know it.
         ValueError: an ``out``; JAX arrays are read-only.
         UnsupportedError: a stream; from JAX, where it asks for a forward-mode or second derivative,
-            compiles for a GPU, or maps over packed sequences.
+            compiles for what is neither a CPU nor a CUDA GPU, or maps over packed sequences.
     """
     if options.out is not None:
         raise ValueError("out: the array is read-only, as all JAX arrays are")
@@ -167,8 +168,9 @@ def _run_backward(
 
 
 def _shapes(q: Any, k: Any, v: Any, *lengths: Any, static: Static) -> list[Any]:
-    options = static.options([_stand_in(x) for x in lengths])
-    # Says what is wrong now; an error in a compiled program would come late and in disguise.
+    # Says what is wrong now; an error in a compiled program would come late and in disguise. What
+    # only a GPU can do is looked at when it is known what the program is for.
+    options = {**static.options([_stand_in(x) for x in lengths]), "num_sms": None}
     resolve(_stand_in(q), _stand_in(k), _stand_in(v), Options(**options))
     # [batch, heads, seqlen], or [heads, total] of packed sequences.
     rows = q.shape[:-1]
@@ -199,6 +201,9 @@ def _lower_for_cpu(run: Callable[..., list[Array]], shapes: Callable[..., list[A
     def call(*operands: Array, static: Static) -> Any:
         from jax.experimental.buffer_callback import buffer_callback
 
+        if dict(static.settings)["num_sms"] is not None:
+            raise UnsupportedError("num_sms: limits a GPU kernel, but the program is for a CPU")
+
         def fill(context: Any, targets: Sequence[Any], *sources: Any) -> None:
             results = run(*(numpy.asarray(x) for x in sources), static=static)
             for target, result in zip(targets, results):
@@ -211,12 +216,24 @@ def _lower_for_cpu(run: Callable[..., list[Array]], shapes: Callable[..., list[A
     return mlir.lower_fun(call, multiple_results=True)
 
 
+def _lower_for_cuda(
+    target: str, settle: xla.Settle, shapes: Callable[..., list[Any]], num_arrays: int
+) -> Any:
+    """The lowering of a primitive for CUDA GPUs: a call of libcupyflash."""
+
+    def call(*operands: Array, static: Static) -> Any:
+        avals = shapes(*(jax.typeof(x) for x in operands), static=static)
+        results = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+        return xla.call(target, settle, operands, results, static.options, num_arrays)
+
+    return mlir.lower_fun(call, multiple_results=True)
+
+
 def _refuse_to_lower(context: Any, *_: Any, **__: Any) -> NoReturn:
     platforms = ", ".join(context.module_context.platforms)
     raise UnsupportedError(
-        f"attention inside jax.jit for {platforms}: libcupyflash has no handler for XLA's foreign "
-        "function interface yet; call attention, and jax.grad of it, outside of jit, or compile "
-        "for the CPU"
+        f"attention inside jax.jit for {platforms}: there are kernels for CUDA GPUs and code for "
+        "the CPU, nothing else"
     )
 
 
@@ -254,7 +271,11 @@ def _batch(
 
 
 def _define(
-    name: str, run: Callable[..., list[Array]], shapes: Callable[..., list[Any]]
+    name: str,
+    run: Callable[..., list[Array]],
+    shapes: Callable[..., list[Any]],
+    settle: xla.Settle,
+    num_arrays: int,
 ) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -268,8 +289,11 @@ def _define(
     batching.primitive_batchers[primitive] = functools.partial(_batch, primitive)
     mlir.register_lowering(primitive, _refuse_to_lower)
     mlir.register_lowering(primitive, _lower_for_cpu(run, shapes), platform="cpu")
+    on_cuda = _lower_for_cuda(name, settle, shapes, num_arrays)
+    mlir.register_lowering(primitive, on_cuda, platform="cuda")
     return primitive
 
 
-_forward_p = _define("cupyflash_attention", _run, _shapes)
-_backward_p = _define("cupyflash_attention_backward", _run_backward, _shapes_backward)
+# The numbers: operands before the lengths.
+_forward_p = _define(xla.TARGETS[0], _run, _shapes, xla.settle_forward, 3)
+_backward_p = _define(xla.TARGETS[1], _run_backward, _shapes_backward, xla.settle_backward, 7)
