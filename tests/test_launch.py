@@ -613,18 +613,20 @@ def test_an_illegal_tensor_map_is_an_error_not_a_launch(stub):
 def test_threads_share_a_plan(stub):
     """No state of a launch outlives the call: addresses of threads never mix."""
     problem, views = forward()
-    plan = launch.CudaBackend(0).plan(launch_of(problem, views))
+    made = launch_of(problem, views)
+    prepared = launch.prepare(launch.load_kernel(made.spec, 0), made)
     encoded: dict[int, set[bytes]] = {}
 
     def work(thread: int) -> None:
         pointers = [0x1000 * thread + 16 * position for position in range(5)]
-        encoded[thread] = {stub.driver.encode(plan.prepared, pointers) for _ in range(2000)}
+        encoded[thread] = {stub.driver.encode(prepared, pointers) for _ in range(2000)}
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(1, 5)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+    assert set(encoded) == {1, 2, 3, 4}, "a thread that failed leaves nothing"
     for thread, results in encoded.items():
         assert len(results) == 1
         assert FORWARD.unpack(results.pop())["v"] == 0x1000 * thread + 32
