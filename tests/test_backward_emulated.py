@@ -172,7 +172,7 @@ def test_accumulation_in_the_inputs_type(target: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_broadcast_gradient_is_as_good_as_a_copy(target: str) -> None:
-    """The gradient of a plain sum has stride 0 everywhere: public case B12."""
+    """The gradient of a plain sum has stride 0 everywhere: public case B14."""
     path = EmulatedPath(target, {"num_sms": 2})
     dout, q, k, v, out, lse = device_arrays(path, SMALL)
     one = path.array(np.ones((1, 1, 1, 1), dout.dtype))
@@ -210,7 +210,7 @@ def test_rows_that_see_no_key_may_hold_anything(
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("widths", [(128, 96), (128, 80), (192, 128), (64, 128)], ids=str)
 def test_values_of_another_width(target: str, widths: tuple[int, int]) -> None:
-    """Public case B15: d_qk != d_v."""
+    """Public case B20: d_qk != d_v."""
     head_dim, head_dim_v = widths
     check(
         target,

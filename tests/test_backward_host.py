@@ -86,7 +86,7 @@ def test_delta_given_and_gradients_added(dtype: str) -> None:
 
 
 def test_the_gradient_of_a_sum_is_a_broadcast() -> None:
-    """Public case B12: one key, so that out = v and dv = 1 for each query that sees it."""
+    """Public case B14: one key, so that out = v and dv = 1 for each query that sees it."""
     x = np.random.default_rng(0).standard_normal((1, 1, 2, 8)).astype(np.float32)
     out, lse = cupyflash.attention(x, x, x, return_lse=True)
     dout = np.broadcast_to(np.float32(1), out.shape)
@@ -112,7 +112,7 @@ def test_rows_without_keys_hide_what_they_hold() -> None:
 
 
 def test_the_gradient_of_lse_alone() -> None:
-    """Public case B26: with q = 0, dq is the mean of the keys times the scale and dk, dv are 0."""
+    """Public case B28: with q = 0, dq is the mean of the keys times the scale and dk, dv are 0."""
     rng = np.random.default_rng(1)
     k, v = rng.standard_normal((2, 1, 10, 1, 16))
     q = np.zeros((1, 3, 1, 16))
