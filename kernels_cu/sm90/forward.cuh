@@ -56,6 +56,7 @@ struct ForwardLayout {
   static constexpr int kWarpgroups = Config::kConsumerWarpgroups;
   static constexpr int kCluster = Config::kCluster;
   static constexpr int kThreads = (1 + kWarpgroups) * kWarpgroupThreads;
+  static constexpr bool kQuantized = false;
   static_assert(Config::kBlockM == kWarpgroups * kWarpgroupRows);
   static_assert(Config::kBlockN % 16 == 0 && Config::kBlockN <= 256);
   static_assert(kCluster == 1 || kCluster == 2);

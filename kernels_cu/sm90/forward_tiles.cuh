@@ -51,6 +51,10 @@ inline constexpr bool kKept = ptx::kMutant != kId;
 // Of each kernel file: the map of shared memory.
 template <class Config>
 struct ForwardLayout;
+// Of kernels of 8-bit floats (ForwardLayout::kQuantized): the scales of a block of keys and values,
+// which go with its keys, and where the transposed values of a sequence lie. forward_fp8.cuh.
+template <class Config>
+struct BlockScales;
 
 template <class Config>
 CF_DEVICE void initialize_barriers(saddr smem) {
@@ -105,6 +109,11 @@ struct TileSlot {
   CF_DEVICE int seqlen_kv() const { return word(9); }
   CF_DEVICE int left() const { return word(10); }
   CF_DEVICE int right() const { return word(11); }
+  // And of 8-bit floats: its index, which that of the arrays is not where sequences are packed.
+  CF_DEVICE int sequence_index() const {
+    if constexpr (Config::kGeneral != 0) return word(12);
+    return batch();
+  }
 
   CF_DEVICE auto sequence(const ForwardParams& params) const {
     if constexpr (Config::kGeneral != 0) {
@@ -116,13 +125,14 @@ struct TileSlot {
 
   template <class Sequence>
   CF_DEVICE void describe(int count, int end, int query_begin, int head_q, int head_kv, int batch,
-                          const Sequence& sequence) const {
+                          int sequence_index, const Sequence& sequence) const {
     const auto u = [](int x) { return static_cast<uint32_t>(x); };
     ptx::sts128(words, {u(count), u(end), u(query_begin), u(head_q)});
     ptx::sts128(words + 16, {u(batch), u(head_kv), u(sequence.q_begin()), u(sequence.kv_begin())});
     if constexpr (Config::kGeneral != 0) {
       ptx::sts128(words + 32, {u(sequence.seqlen_q()), u(sequence.seqlen_kv()), u(sequence.left()),
                                u(sequence.right())});
+      if constexpr (ForwardLayout<Config>::kQuantized) ptx::sts32(words + 48, u(sequence_index));
     }
   }
 };
@@ -272,7 +282,7 @@ struct Scheduler {
     if (ptx::lane() == 0) {
       stream.slot(stream.place.stage)
           .describe(blocks.count, blocks.end, query_begin, head_q, head_q / params.group,
-                    array_batch, sequence);
+                    array_batch, work.batch, sequence);
     }
     end_slot();
   }
@@ -305,6 +315,7 @@ struct Producer {
   struct Source {
     int kv_start, head_kv;
     TileRows<kGeneral> rows;
+    int sequence_index;  // of 8-bit floats only
   };
 
   const ForwardParams& params;
@@ -340,6 +351,12 @@ struct Producer {
     if constexpr (kKept<kNoKEmptyWait>) {
       await_as_warp(barrier_at(smem + Layout::kKEmpty, k_place.stage), k_place.phase ^ 1);
     }
+    if constexpr (Layout::kQuantized) {
+      if (elected) {
+        BlockScales<Config>::write(params, smem, k_place.stage, source.kv_start, source.head_kv,
+                                   source.rows, source.sequence_index);
+      }
+    }
     load_block<QkTile>(smem + Layout::kK + k_place.stage * Layout::kKBytes, &params.k_map,
                        barrier_at(smem + Layout::kKFull, k_place.stage), source,
                        params.k_batch_rows);
@@ -349,10 +366,36 @@ struct Producer {
     if constexpr (kKept<kNoVEmptyWait>) {
       await_as_warp(barrier_at(smem + Layout::kVEmpty, v_place.stage), v_place.phase ^ 1);
     }
-    load_block<VTile>(smem + Layout::kV + v_place.stage * Layout::kVBytes, &params.v_map,
-                      barrier_at(smem + Layout::kVFull, v_place.stage), source,
-                      params.v_batch_rows);
+    const saddr stage = smem + Layout::kV + v_place.stage * Layout::kVBytes;
+    const saddr full = barrier_at(smem + Layout::kVFull, v_place.stage);
+    if constexpr (Layout::kQuantized) {
+      load_transposed(stage, full, source);
+    } else {
+      load_block<VTile>(stage, &params.v_map, full, source, params.v_batch_rows);
+    }
     v_place.advance();
+  }
+  // A block of transposed values, [head_dim_v][kBlockN keys].
+  CF_DEVICE void load_transposed(saddr stage, saddr full, const Source& source) {
+    constexpr int kRows = Config::kHeadDimV / Config::kCluster;
+    const int cta_rank = TileStream<Config>::cta_rank();
+    if (!elected) return;
+    ptx::mbarrier_arrive_expect_tx(full, Layout::kVBytes);
+    const int column = source.kv_start + BlockScales<Config>::first_value(
+                                             params, source.rows.begin, source.sequence_index);
+    CF_UNROLL
+    for (int c = 0; c < VTile::kChunks; ++c) {
+      const saddr dst = stage + c * VTile::chunk_bytes(Config::kHeadDimV) +
+                        cta_rank * VTile::chunk_bytes(kRows);
+      if constexpr (Config::kCluster == 1) {
+        ptx::tma_load_4d(dst, &params.v_map, full, column + c * VTile::kChunk, 0, source.head_kv,
+                         source.rows.batch, ptx::kEvictLast);
+      } else {
+        ptx::tma_load_4d_multicast(dst, &params.v_map, full, column + c * VTile::kChunk,
+                                   cta_rank * kRows, source.head_kv, source.rows.batch,
+                                   (1 << Config::kCluster) - 1, ptx::kEvictLast);
+      }
+    }
   }
   CF_DEVICE void load_q(const TileSlot<Config>& tile) {
     const int query_begin = tile.query_begin(), head_q = tile.head_q();
@@ -382,7 +425,7 @@ struct Producer {
   }
 
   CF_DEVICE void run() {
-    Source values{0, 0, {0, 0, 0}};
+    Source values{0, 0, {0, 0, 0}, 0};
     bool values_due = false;
     for (;;) {
       const TileSlot<Config> tile = stream.await();
@@ -390,7 +433,11 @@ struct Producer {
       if (count < 0) break;
       Source keys{ptx::warp_uniform(tile.end()) * Config::kBlockN,
                   ptx::warp_uniform(tile.head_kv()),
-                  {0, 0, ptx::warp_uniform(tile.batch())}};
+                  {0, 0, ptx::warp_uniform(tile.batch())},
+                  0};
+      if constexpr (Layout::kQuantized) {
+        keys.sequence_index = ptx::warp_uniform(tile.sequence_index());
+      }
       if constexpr (kGeneral) {
         keys.rows.begin = ptx::warp_uniform(tile.kv_begin());
         keys.rows.length = ptx::warp_uniform(tile.seqlen_kv());
