@@ -84,6 +84,46 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class OperandScale:
+    """What shares a scale in an operand of 8-bit floats.
+
+    Attributes:
+        kind: "none" (every scale is 1), "tensor", "head" (of one sequence), "block" of tokens,
+            "token".
+        tokens: of a block, 64 or 128; 1 for a token; otherwise 0.
+    """
+
+    kind: str = "none"
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens" if self.kind == "block" else self.kind
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How operands of 8-bit floats are scaled and stored: value = data * scale.
+
+    Attributes:
+        q, k, v: what shares a scale.
+        v_slot: tokens of a slot of v, 64 or 128, where it is stored transposed as ``quantize``
+            stores it (``fp8.Arrangement``); 0 where it is row-major.
+        out: whether the output has a scale: out = data * scale.
+    """
+
+    q: OperandScale = OperandScale()
+    k: OperandScale = OperandScale()
+    v: OperandScale = OperandScale()
+    v_slot: int = 0
+    out: bool = False
+
+    def __str__(self) -> str:
+        scales = ", ".join(f"{name} {getattr(self, name)}" for name in ("q", "k", "v"))
+        stored = f", v transposed in slots of {self.v_slot}" if self.v_slot else ""
+        return f"scales: {scales}{stored}" + ", out scaled" * self.out
+
+
+@dataclass(frozen=True)
 class DeviceInfo:
     """What choosing a kernel needs to know about a GPU.
 
@@ -132,6 +172,7 @@ class Problem:
         no_tma: (tensor, reason) for each that TMA cannot address: the above, and also negative or
             zero strides and extents beyond its fields.
         no_ragged: (tensor, reason) for each that TMA cannot address for a general kernel.
+        scaling: how q, k and v are scaled where they are 8-bit floats; None for other types.
     """
 
     batch: int
@@ -156,6 +197,7 @@ class Problem:
     unaligned: tuple[tuple[str, str], ...] = ()
     no_tma: tuple[tuple[str, str], ...] = ()
     no_ragged: tuple[tuple[str, str], ...] = ()
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if self.softmax_scale is None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import DeviceInfo, Problem
-from cupyflash.tensor import DType
+from cupyflash.tensor import FP8_DTYPES, DType
 from cupyflash.tuning import (
     BACKWARD_CONVERT_BLOCKS,
     BACKWARD_CONVERT_THREADS,
@@ -475,6 +475,8 @@ def describe_problem(problem: Problem, lengths: str | None = None, kernel: str =
         f"{kernel}, {lengths}, heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}",
         f"{problem.dtype}, {mask}, softmax_scale {problem.softmax_scale:.6g}",
     ]
+    if problem.scaling is not None:
+        parts.append(f"out {problem.out_dtype}, {problem.scaling}")
     if problem.softcap:
         parts.append(f"softcap {problem.softcap:.6g}")
     if problem.want_lse:
@@ -554,6 +556,10 @@ def _device_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> 
 def _forced_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     forced = forced_family()
     return None if forced in (None, candidate.family.name) else f"CUPYFLASH_FAMILY={forced} is set"
+
+
+def _fp8_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    return "has no fp8 kernel yet" if problem.dtype in FP8_DTYPES else None
 
 
 def _dtype_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
@@ -670,6 +676,7 @@ def _tiles_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> s
 FAMILY_RULES = (
     Rule("device", _device_rule),
     Rule("forced family", _forced_rule),
+    Rule("fp8", _fp8_rule),
     Rule("dtype", _dtype_rule),
     Rule("lengths", _general_rule),
     Rule("head_dim", _head_dim_rule),

@@ -29,7 +29,7 @@ from cupyflash.launch import (
     in_flight,
     load_kernel,
 )
-from cupyflash.params import DEVICE_LENGTHS
+from cupyflash.params import DEVICE_LENGTHS, SCALES
 from cupyflash.problem import as_int, to_bshd
 from cupyflash.select import describe_problem, select
 from cupyflash.tensor import Device, DeviceKind, DType, TensorView
@@ -43,6 +43,7 @@ Pointers = tuple[tuple[int, ...], tuple[int, ...]]
 NO_LENGTHS: tuple[None, ...] = (None,) * len(DEVICE_LENGTHS)
 _NO_ADDRESSES = (0,) * len(DEVICE_LENGTHS)
 _NOTHING: Pointers = ((), _NO_ADDRESSES)
+_NO_SCALES = (0,) * len(SCALES)
 
 
 class Configuration:
@@ -139,10 +140,10 @@ class _ForwardConfiguration(Configuration):
             out = self._new_out(self._out_shape)
             out_pointer = pointer(out)
         if not self._has_lse:
-            self.plan.run(stream, q, k, v, out_pointer, 0, *lengths)
+            self.plan.run(stream, q, k, v, out_pointer, 0, *lengths, *_NO_SCALES)
             return out
         lse = self._new_lse(self._lse_shape)
-        self.plan.run(stream, q, k, v, out_pointer, pointer(lse), *lengths)
+        self.plan.run(stream, q, k, v, out_pointer, pointer(lse), *lengths, *_NO_SCALES)
         return out, lse
 
 

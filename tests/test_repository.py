@@ -291,6 +291,7 @@ _KINDS = {
     "const void*": "pointer",
     "void*": "pointer",
     "float*": "pointer",
+    "const float*": "pointer",
     "const int32_t*": "pointer",
     "int32_t*": "pointer",
     "int64_t": "int64",
