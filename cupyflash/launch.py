@@ -34,7 +34,7 @@ from cupyflash.params import (
 )
 from cupyflash.problem import DeviceInfo, Problem, Scaling, ragged_strides
 from cupyflash.schedule import plan_tiles
-from cupyflash.select import KernelSpec, siblings, tensor_maps
+from cupyflash.select import FORWARD_KERNELS, KernelSpec, siblings, tensor_maps
 from cupyflash.tensor import TensorView
 
 logger = logging.getLogger("cupyflash")
@@ -117,7 +117,8 @@ def forward_launch(
         values.update(_scale_members(problem.scaling, views))
     if spec.general:
         for tensor in ("q", "k", "v"):
-            values[f"{tensor}_batch_rows"] = ragged_strides(views[tensor])[1] or 0
+            if views[tensor].strides[3] == 1:  # not a transposed v
+                values[f"{tensor}_batch_rows"] = ragged_strides(views[tensor])[1] or 0
     params = FORWARD.pack(
         **values,
         batch=problem.batch,
@@ -195,6 +196,9 @@ def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[Tenso
         )
         dims: tuple[int, ...] = (head_dim, seqlen, heads, batch)
         strides: tuple[int, ...] = (by_row, by_head, by_batch)
+        if plan.transposed:
+            dims = (seqlen, head_dim, heads, batch)
+            strides = (view.strides[3] * itemsize, by_head, by_batch)
         box: tuple[int, ...] = (plan.chunk, plan.rows, 1, 1)
         shift = 0
         if plan.ragged:  # Note [Ragged maps] in kernels_cu/attn/ragged.cuh
@@ -273,7 +277,7 @@ def load_kernel(spec: KernelSpec, device_index: int, stream: int = 0) -> Kernel:
     if driver.is_capturing(device_index, stream):
         advice = "call attention once before the capture, with the same dtype, head dimensions, "
         advice += "mask and lengths"
-        if spec.kernel != "forward":
+        if spec.kernel not in FORWARD_KERNELS:
             advice = f"call {spec.kernel} once before the capture, with the same dtype"
         raise RuntimeError(
             f"{spec.name} is not loaded on GPU {device_index} yet, and a CUDA graph is being "

@@ -527,78 +527,36 @@ struct Consumer {
     if constexpr (Config::kPingPong) {  // the first warpgroup starts
       if (warpgroup == Layout::kWarpgroups - 1) pass_turn();
     }
-    constexpr int kPending = Config::kOverlap ? 1 : 0;
     Scores s;
     Probabilities p;
     Accumulator sum;
-    float correction[2], q_factor[2];
+    float q_factor[2];
     // As in forward.cuh: blocks of the tile before, the last of which still waits in P; 0: none.
     int pending = 0;
-    int done = 0;
+    int done = 0;  // the place of that tile in the stream
     for (;;) {
       const TileSlot<Config> tile = stream.await();
       const int count = ptx::warp_uniform(tile.count());
       if (count < 0) break;
       const WarpgroupBlocks own(tile.sequence(params), ptx::warp_uniform(tile.end()), count,
                                 row_begin_of(tile));
-
-      // The first block, beside the last product of the tile before.
       for (int i = 0; i < own.skipped; ++i) skip_k();
       await_q();
-      await_k();
-      await_turn();
-      issue_scores(s);
-      if (pending > 0) {
-        await_v();
-        issue_last(sum, p, pending > 1);
-      } else {
-        ptx::wgmma_commit();  // as many groups either way
-      }
-      pass_turn();
-      if constexpr (!kKept<kEarlyQRelease>) release_q(own.skipped + 1 == count);
-      read_query_scales(q_factor, tile);
-      await_products<kPending>(s);
-      if constexpr (kKept<kEarlyQRelease>) release_q(own.skipped + 1 == count);
-      float factor[2];
-      if (pending > 0) finish_rows(factor, done);
-      if constexpr (!Config::kOverlap) finish_product(sum, factor, pending, done);
-      softmax.reset();
-      take_block<true>(s, correction, q_factor, own.at(own.skipped), tile);
       if constexpr (Config::kOverlap) {
-        await_products<0>(s);
-        finish_product(sum, factor, pending, done);
+        first_beside_product(sum, s, p, q_factor, own, count, tile, pending, done);
+      } else {
+        first_behind_product(sum, s, p, q_factor, own, count, tile, pending, done);
       }
-      for (int i = 0; i < own.skipped; ++i) release_v();
-      pack(p, s);
-      k_place.advance();
       done = stream.place.stage;
       stream.place.advance();
-
       CF_NO_UNROLL
       for (int i = own.skipped + 1; i < count; ++i) {
-        await_k();
-        await_turn();
-        issue_scores(s);
-        await_v();
-        issue_last(sum, p, i > own.skipped + 1);
-        pass_turn();
-        if constexpr (!kKept<kEarlyQRelease>) release_q(i + 1 == count);
-        if constexpr (!kKept<kEarlyVRelease>) release_v();
-        await_products<kPending>(s);
-        if constexpr (kKept<kEarlyQRelease>) release_q(i + 1 == count);
-        if constexpr (!Config::kOverlap) {
-          take_product(sum, i == own.skipped + 1);
-          if constexpr (kKept<kEarlyVRelease>) release_v();
-        }
-        const bool rescale = take_block<false>(s, correction, q_factor, own.at(i), tile);
+        const bool first = i == own.skipped + 1;  // to be added to the output
         if constexpr (Config::kOverlap) {
-          await_products<0>(s);
-          take_product(sum, i == own.skipped + 1);
-          if constexpr (kKept<kEarlyVRelease>) release_v();
+          next_beside_product(sum, s, p, q_factor, own.at(i), tile, first, i + 1 == count);
+        } else {
+          next_behind_product(sum, s, p, q_factor, own.at(i), tile, first, i + 1 == count);
         }
-        pack(p, s);
-        correct(sum, rescale, correction);
-        k_place.advance();
       }
       pending = count - own.skipped;
     }
@@ -614,6 +572,115 @@ struct Consumer {
       if (warpgroup == 0) await_turn();
     }
     if (leader) ptx::tma_wait<0>();
+  }
+
+  // With kOverlap: a block's scores beside the product of the block before, which runs on under the
+  // softmax. The first of a tile beside the last of the tile before.
+  CF_DEVICE void first_beside_product(Accumulator& sum, Scores& s, Probabilities& p,
+                                      float (&q_factor)[2], const WarpgroupBlocks& own, int count,
+                                      const TileSlot<Config>& tile, int pending, int done) {
+    float correction[2], factor[2];
+    await_k();
+    await_turn();
+    issue_scores(s);
+    if (pending > 0) {
+      await_v();
+      issue_last(sum, p, pending > 1);
+    } else {
+      ptx::wgmma_commit();  // as many groups either way
+    }
+    pass_turn();
+    const bool last = own.skipped + 1 == count;
+    if constexpr (!kKept<kEarlyQRelease>) release_q(last);
+    read_query_scales(q_factor, tile);
+    await_products<1>(s);
+    if constexpr (kKept<kEarlyQRelease>) release_q(last);
+    if (pending > 0) finish_rows(factor, done);
+    softmax.reset();
+    take_block<true>(s, correction, q_factor, own.at(own.skipped), tile);
+    await_products<0>(s);
+    finish_product(sum, factor, pending, done);
+    for (int i = 0; i < own.skipped; ++i) release_v();
+    pack(p, s);
+    k_place.advance();
+  }
+  CF_DEVICE void next_beside_product(Accumulator& sum, Scores& s, Probabilities& p,
+                                     const float (&q_factor)[2], const KvBlock& block,
+                                     const TileSlot<Config>& tile, bool first, bool last) {
+    float correction[2];
+    await_k();
+    await_turn();
+    issue_scores(s);
+    await_v();
+    issue_last(sum, p, !first);
+    pass_turn();
+    if constexpr (!kKept<kEarlyQRelease>) release_q(last);
+    if constexpr (!kKept<kEarlyVRelease>) release_v();
+    await_products<1>(s);
+    if constexpr (kKept<kEarlyQRelease>) release_q(last);
+    const bool rescale = take_block<false>(s, correction, q_factor, block, tile);
+    await_products<0>(s);
+    take_product(sum, first);
+    if constexpr (kKept<kEarlyVRelease>) release_v();
+    pack(p, s);
+    correct(sum, rescale, correction);
+    k_place.advance();
+  }
+
+  // Without: the product of the block before, and then, when its probabilities are no longer
+  // needed, the scores.
+  CF_DEVICE void first_behind_product(Accumulator& sum, Scores& s, Probabilities& p,
+                                      float (&q_factor)[2], const WarpgroupBlocks& own, int count,
+                                      const TileSlot<Config>& tile, int pending, int done) {
+    float correction[2];
+    await_k();
+    if (pending > 0) await_v();
+    await_turn();
+    if (pending > 0) {
+      issue_last(sum, p, pending > 1);
+      if constexpr (kKept<kNoProductWait>) ptx::wgmma_wait<0>();
+      take_product(sum, pending == 1);
+    }
+    issue_scores(s);
+    pass_turn();
+    const bool last = own.skipped + 1 == count;
+    if constexpr (!kKept<kEarlyQRelease>) release_q(last);
+    if (pending > 0) {
+      float factor[2];
+      finish_rows(factor, done);
+      release_v();
+      store(sum.o, factor, done);
+    }
+    read_query_scales(q_factor, tile);
+    await_products<0>(s);
+    if constexpr (kKept<kEarlyQRelease>) release_q(last);
+    softmax.reset();
+    take_block<true>(s, correction, q_factor, own.at(own.skipped), tile);
+    for (int i = 0; i < own.skipped; ++i) release_v();
+    pack(p, s);
+    k_place.advance();
+  }
+  CF_DEVICE void next_behind_product(Accumulator& sum, Scores& s, Probabilities& p,
+                                     const float (&q_factor)[2], const KvBlock& block,
+                                     const TileSlot<Config>& tile, bool first, bool last) {
+    float correction[2];
+    await_k();
+    await_v();
+    await_turn();
+    issue_last(sum, p, !first);
+    if constexpr (!kKept<kEarlyVRelease>) release_v();
+    if constexpr (kKept<kNoProductWait>) ptx::wgmma_wait<0>();
+    take_product(sum, first);
+    issue_scores(s);
+    pass_turn();
+    if constexpr (kKept<kEarlyVRelease>) release_v();
+    if constexpr (!kKept<kEarlyQRelease>) release_q(last);
+    await_products<0>(s);
+    if constexpr (kKept<kEarlyQRelease>) release_q(last);
+    const bool rescale = take_block<false>(s, correction, q_factor, block, tile);
+    pack(p, s);
+    correct(sum, rescale, correction);
+    k_place.advance();
   }
   // The last product of the tile at `stage`, if there is one, has been waited for: its output.
   CF_DEVICE void finish_product(Accumulator& sum, const float (&factor)[2], int pending,
@@ -720,7 +787,7 @@ CF_DEVICE void forward_fp8(const ForwardParams& params) {
     ptx::cta_sync();
   }
   if (warpgroup == 0) {
-    ptx::setmaxnreg_dec<kThree ? 32 : 40>();
+    ptx::setmaxnreg_dec<kThree ? 32 : 24>();
     const int warp = ptx::warp_uniform(ptx::warp());
     if (warp == 0) {
       Producer<Config>{params, smem, ptx::elect_one(), {smem, {}}, {}, {}, {}}.run();
@@ -728,7 +795,7 @@ CF_DEVICE void forward_fp8(const ForwardParams& params) {
       Scheduler<Config>{params, {smem, {}}, {}}.run();
     }
   } else {
-    ptx::setmaxnreg_inc<kThree ? 160 : 232>();
+    ptx::setmaxnreg_inc<kThree ? 160 : 240>();
     Consumer<Config>(params, smem, warpgroup - 1).run();
   }
   if constexpr (Config::kCluster > 1 && kKept<kNoExitSync>) {
