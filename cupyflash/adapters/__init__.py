@@ -59,11 +59,19 @@ def recorder(
     return None
 
 
-def refuse_scales(options: Options) -> None:
-    """Raises for scales, which are arrays that nothing here hands on."""
+def refuse_fp8(options: Options, is_fp8: bool) -> None:
+    """Raises for 8-bit floats and their scales, which nothing here hands on."""
     for name in ("q_scale", "k_scale", "v_scale", "out_scale"):
         if getattr(options, name) is not None:
-            raise UnsupportedError(f"{name}: scales belong to fp8 arrays, which have no kernel yet")
+            raise UnsupportedError(
+                f"{name}: scales belong to fp8 arrays, which have no derivatives and are in no "
+                "compiled graph yet"
+            )
+    if is_fp8:
+        raise UnsupportedError(
+            "q, k, v: fp8 arrays have no derivatives and are in no compiled graph yet; pass "
+            "detached or concrete arrays, outside of what is compiled"
+        )
 
 
 def no_configuration(*_: Any) -> tuple[None, None, None]:
