@@ -13,9 +13,11 @@ import pytest
 
 import cupyflash
 from cupyflash import fp8, reference, reference_fp8
+from cupyflash.params import SCALES
 from cupyflash.reference_fp8 import Scaled
 from tests import cases
 from tests.cases import Fp8Case
+from tests.test_api_errors import FLIPPED, OPTIONS, REFUSED_ON_CPU, TOGETHER_WITH, column
 
 E4M3 = ml_dtypes.float8_e4m3fn
 
@@ -451,3 +453,46 @@ def test_devices_have_no_kernel_and_say_so(case: Fp8Case) -> None:
         cupyflash.attention(*operands, **options, **case.of.options)
     text = cupyflash.explain(*operands, **options, **case.of.options)
     assert "scales: " in text and "sm90" in text
+
+
+# --- every option ---------------------------------------------------------------------------------
+
+WITH_SCALES = {**TOGETHER_WITH, "out_scale": {"out_dtype": "float8_e4m3fn"}}
+
+
+@pytest.mark.parametrize("name", sorted(OPTIONS))
+def test_no_option_is_ignored(name: str) -> None:
+    """B65, for 8-bit floats: every option changes the result or is refused by name."""
+    q, k, v = (x.astype(E4M3) for x in column())
+    value, more = FLIPPED[name], WITH_SCALES.get(name, {})
+    if name == "align":
+        q = q[:, :4]
+    if name == "out":
+        given = np.zeros(q.shape, np.float16)
+        assert cupyflash.attention(q, k, v, out=given) is given and given.any()
+        return
+    packed = "cu_seqlens" in name or "max_seqlen" in name
+    arrays = [x[0] if packed else x for x in (q, k, v)]
+    starts = name.startswith("cu_seqlens")
+    plain = cupyflash.attention(q, k, v)[0] if starts else cupyflash.attention(*arrays, **more)
+    try:
+        changed = cupyflash.attention(*arrays, **more, **{name: value})
+    except (cupyflash.UnsupportedError, TypeError, ValueError) as error:
+        assert name in str(error) and name in REFUSED_ON_CPU - set(SCALES)
+        return
+    if name == "return_lse":
+        changed, lse = changed
+        assert lse.shape == (1, 1, q.shape[1])
+        return
+    assert not np.array_equal(plain.astype(np.float32), changed.astype(np.float32))
+
+
+def test_lse_is_a_natural_logarithm() -> None:
+    """B26: ln 4 on every path, here whatever the scales."""
+    q, k, v = (np.zeros((1, s, 1, 64), np.float32) for s in (3, 4, 4))
+    made = [cupyflash.quantize(x, role) for role, x in (("q", q), ("k", k), ("v", v))]
+    for operands in (made, [x.astype(E4M3) for x in (q, k, v)]):
+        _, lse = cupyflash.attention(*operands, return_lse=True)
+        np.testing.assert_allclose(lse, math.log(4), rtol=1e-6)
+    _, lse = reference_fp8.rounded_attention(*(scaled(x) for x in (q, k, v)))
+    np.testing.assert_allclose(lse, math.log(4), rtol=1e-6)
