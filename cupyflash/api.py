@@ -163,6 +163,9 @@ def attention(
         >>> v = numpy.arange(2, dtype=numpy.float16).reshape(1, 2, 1, 1) * numpy.ones_like(q)
         >>> cupyflash.attention(q, k, v, causal=True)[0, :, 0, 0]
         array([0. , 0.5], dtype=float16)
+        >>> quantized = [cupyflash.quantize(x, role) for role, x in zip("qkv", (q, k, v))]
+        >>> cupyflash.attention(*quantized, causal=True, out_dtype="float16")[0, :, 0, 0]
+        array([0. , 0.5], dtype=float16)
 
     References:
         Tri Dao et al., FlashAttention, 2022, arXiv:2205.14135; Tri Dao, FlashAttention-2, 2023,

@@ -18,7 +18,7 @@ from cupyflash.arrays import Array
 from cupyflash.errors import UnsupportedError
 from cupyflash.fp8 import Quantized
 from cupyflash.params import SCALED
-from cupyflash.problem import OperandScale, Scaling
+from cupyflash.problem import OperandScale, Scaling, as_float
 from cupyflash.tensor import FP8_DTYPES, DType, TensorView
 
 OUT_DTYPES = (DType.bfloat16, DType.float16, DType.float8_e4m3fn)
@@ -75,7 +75,7 @@ def scales_given(
                 raise ValueError(f"{name}: {operand} is quantized and has scales of its own")
             found[name] = quantized[operand].scale
         elif on_host and isinstance(given, (numbers.Real, numpy.generic)):
-            as_numbers[name] = numpy.asarray(given, numpy.float32)
+            as_numbers[name] = numpy.asarray(as_float(name, given), numpy.float32)
         elif given is not None:
             found[name] = given
     return found, as_numbers

@@ -823,6 +823,9 @@ class Fp8Case:
             for b in range(self.of.batch)
         )
 
+    def nan_output(self) -> NDArray:
+        return self.of.nan_output().astype(DTYPES[self.out_dtype])
+
     def problem_with(self, out: NDArray, lse: NDArray, cleared: bool) -> str | None:
         """As ``GeneralCase.problem_with``."""
         return self.of.problem_with(out, lse, cleared, self.expectations)
@@ -832,28 +835,34 @@ def _fp8(name: str, lens_q: Any, lens_kv: Any, *tags: str, **fields: Any) -> Fp8
     own = {field.name for field in dataclasses.fields(Fp8Case)}
     of = {key: value for key, value in fields.items() if key not in own}
     rest = {key: value for key, value in fields.items() if key in own}
-    return Fp8Case(_general(f"fp8_{name}", lens_q, lens_kv, *tags, **of), **rest)
+    return Fp8Case(_general(f"fp8_{name}", lens_q, lens_kv, EMULATED, *tags, **of), **rest)
 
 
 _DENSE: dict[str, Any] = {"packed": False, "extra": 0}
 
 FP8: tuple[Fp8Case, ...] = (
+    _fp8("ring_wraps", (260,), (700,), WRAP, **_DENSE, heads_q=3,
+         blocks=(TOKEN, TOKENS_64, TOKENS_128)),
+    _fp8("causal_ring_wraps", (400,), (1100,), WRAP, **_DENSE, heads_q=3, causal=True,
+         blocks=(HEADS, TOKENS_128, TOKENS_64)),
+    _fp8("packed_ring_wraps", (300, 400), (900, 1000), WRAP, heads_q=3, causal=True),
     _fp8("blocks", (200,) * 2, (300,) * 2, **_DENSE, heads_q=4, heads_kv=2),
     _fp8("blocks_of_64", (130,), (333,), **_DENSE, blocks=(TOKENS_64,) * 3),
-    _fp8("tokens_of_q", (130,), (260,), **_DENSE, blocks=(TOKEN, TOKENS_64, TOKENS_128)),
+    _fp8("tokens_of_q", (130,), (260,), RACE, **_DENSE, blocks=(TOKEN, TOKENS_64, TOKENS_128)),
     _fp8("heads", (70,) * 3, (200,) * 3, **_DENSE, blocks=(HEADS,) * 3, heads_q=6, heads_kv=2),
     _fp8("tensor", (70,) * 2, (200,) * 2, **_DENSE, blocks=(None,) * 3, causal=True),
     _fp8("mixed", (129,), (129,), **_DENSE, blocks=(None, TOKENS_128, HEADS), causal=True),
-    _fp8("plain", (70,) * 2, (200,) * 2, **_DENSE, blocks=(HEADS, HEADS, HEADS), plain=True,
+    _fp8("plain", (70,) * 2, (200,) * 2, RACE, **_DENSE, blocks=(HEADS, HEADS, HEADS), plain=True,
          heads_q=4, heads_kv=2, causal=True),
     _fp8("plain_tensor", (70,), (200,), **_DENSE, blocks=(None, HEADS, None), plain=True),
     _fp8("plain_without_scales", (70,), (200,), **_DENSE, blocks=(0, 0, 0), plain=True),
     _fp8("plain_packed", (70, 0, 33), (200, 5, 0), blocks=(HEADS, 0, HEADS), plain=True,
          causal=True),
     _fp8("causal", (200,), (200,), **_DENSE, causal=True, out_dtype="float16"),
-    _fp8("causal_more_queries", (300,), (40,), **_DENSE, causal=True),
+    _fp8("causal_more_queries", (300,), (40,), RACE, **_DENSE, causal=True),
     _fp8("causal_top_left", (150,), (300,), **_DENSE, causal=True, align="top_left"),
-    _fp8("window", (300,), (300,), **_DENSE, window=(60, 7), blocks=(TOKEN, TOKENS_64, TOKENS_64)),
+    _fp8("window", (300,), (300,), RACE, **_DENSE,
+         window=(60, 7), blocks=(TOKEN, TOKENS_64, TOKENS_64)),
     _fp8("softcap", (100,), (200,), **_DENSE, softcap=2.0),
     _fp8("no_keys", (5,), (0,), **_DENSE),
     _fp8("one_key", (70,), (1,), **_DENSE),
@@ -875,9 +884,11 @@ FP8: tuple[Fp8Case, ...] = (
         ((96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72))
         for kind in ("full", "causal")
     ),
-    _fp8("packed", (100, 1, 0, 130), (300, 0, 5, 129), blocks=(TOKEN, TOKENS_64, TOKENS_128)),
-    _fp8("packed_causal", (100, 1, 0, 70), (100, 1, 0, 170), causal=True, heads_q=4, heads_kv=2),
-    _fp8("packed_used", (100, 5, 200), (300, 40, 129), causal=True, used_q=(90, 0, 128),
+    _fp8("packed", (100, 1, 0, 130), (300, 0, 5, 129), RACE,
+         blocks=(TOKEN, TOKENS_64, TOKENS_128)),
+    _fp8("packed_causal", (100, 1, 0, 70), (100, 1, 0, 170), RACE, causal=True, heads_q=4,
+         heads_kv=2),
+    _fp8("packed_used", (100, 5, 200), (300, 40, 129), RACE, causal=True, used_q=(90, 0, 128),
          used_kv=(256, 40, 1), blocks=(TOKENS_64, TOKENS_128, TOKENS_64)),
     _fp8("packed_heads", (100, 5), (150, 40), window=(30, 5), blocks=(HEADS, None, HEADS)),
     _fp8("padded_used", (150,) * 3, (260,) * 3, packed=False, used_q=(150, 0, 70),
@@ -886,12 +897,17 @@ FP8: tuple[Fp8Case, ...] = (
          kv_offset=(0, 2)),
 )  # fmt: skip
 """Attention of 8-bit floats. Scale kinds, masks, groups, packed sequences, widths, and data that is
-hard to scale."""
+hard to scale. All are small enough for the emulator; RACE and WRAP as above."""
 
 
 def tagged_general(*tags: str) -> tuple[GeneralCase, ...]:
     """The general cases that carry every one of these tags."""
     return tuple(case for case in GENERAL if case.tags.issuperset(tags))
+
+
+def tagged_fp8(*tags: str) -> tuple[Fp8Case, ...]:
+    """The cases of 8-bit floats that carry every one of these tags."""
+    return tuple(case for case in FP8 if case.of.tags.issuperset(tags))
 
 
 def tagged(*tags: str) -> tuple[Case, ...]:

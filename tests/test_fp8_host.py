@@ -15,7 +15,7 @@ import cupyflash
 from cupyflash import fp8, reference, reference_fp8
 from cupyflash.params import SCALES
 from cupyflash.reference_fp8 import Scaled
-from tests import cases
+from tests import cases, paths
 from tests.cases import Fp8Case
 from tests.test_api_errors import FLIPPED, OPTIONS, REFUSED_ON_CPU, TOGETHER_WITH, column
 
@@ -32,17 +32,6 @@ def scaled(x: np.ndarray, scale: Any = 1.0) -> Scaled:
     return Scaled(x.astype(np.float32), scales)
 
 
-def call(case: Fp8Case, given_output: bool) -> tuple[np.ndarray, np.ndarray]:
-    (q, k, v), scales = case.operands
-    options = {**case.of.lengths, **case.of.options, **scales}
-    options["out_dtype"] = cases.DTYPES[case.out_dtype]
-    if given_output:
-        options["out"] = case.of.nan_output().astype(cases.DTYPES[case.out_dtype])
-    out, lse = cupyflash.attention(q, k, v, return_lse=True, **options)
-    assert out.dtype == cases.DTYPES[case.out_dtype] and lse.dtype == np.float32
-    return out, lse
-
-
 @pytest.mark.parametrize("case", cases.FP8, ids=str)
 def test_case(case: Fp8Case) -> None:
     """The CPU rounds no probabilities, so it is held to one rounding of the output, not to what
@@ -55,7 +44,8 @@ def test_case(case: Fp8Case) -> None:
         bound = expected.bound + 2 * rounding * reference.largest_magnitude(expected.out)
         exact.append(dataclasses.replace(expected, bound=bound))
     for given_output in (False, True):
-        out, lse = call(case, given_output)
+        out, lse = paths.run_fp8(paths.NUMPY, case, given_output)
+        assert out.dtype == cases.DTYPES[case.out_dtype] and lse.dtype == np.float32
         assert case.of.problem_with(out, lse, not given_output, tuple(exact)) is None
         assert case.problem_with(out, lse, cleared=not given_output) is None
 
@@ -296,6 +286,22 @@ def test_torch_tensors() -> None:
     )
 
 
+def test_jax_arrays() -> None:
+    jax = pytest.importorskip("jax")
+    q, k, v = (numbers(1, 30, 2, 32, seed=s) for s in range(3))
+    scale = np.array([[2, 0.5]], np.float32)
+    expected = cupyflash.attention(q, k, v, k_scale=scale)
+    arrays = [jax.numpy.asarray(x) for x in (q, k, v)]
+    out = cupyflash.attention(*arrays, k_scale=jax.numpy.asarray(scale))
+    assert isinstance(out, jax.Array) and out.dtype == jax.numpy.bfloat16
+    np.testing.assert_array_equal(np.asarray(out), expected)
+    made = [cupyflash.quantize(x.astype(jax.numpy.float32), role) for role, x in zip("qkv", arrays)]
+    same = [cupyflash.quantize(x.astype(np.float32), role) for role, x in zip("qkv", (q, k, v))]
+    np.testing.assert_array_equal(
+        np.asarray(cupyflash.attention(*made, causal=True)), cupyflash.attention(*same, causal=True)
+    )
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -384,6 +390,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type, str]] = {
         r"v_scale: expected shape \[\] or \[2, 2\], got \[2, 3\]",
     ),
     "scale_type": (plain(q_scale=np.ones((), np.float64)), TypeError, "q_scale: expected float32"),
+    "scale_nan": (plain(q_scale=float("nan")), ValueError, "q_scale: expected a finite number"),
     "scale_no_array": (plain(q_scale="2"), TypeError, "q_scale: expected an array"),
     "scale_of_floats": (
         dict.fromkeys("qkv", FLOATS) | {"k_scale": ONE},
@@ -434,25 +441,13 @@ def test_explain_says_how_operands_are_scaled() -> None:
     assert "out float8_e4m3fn, scales: q none, k tensor, v none, out scaled" in text
 
 
-@pytest.mark.parametrize("case", [c for c in cases.FP8 if "packed" in str(c)][:3], ids=str)
+@pytest.mark.parametrize("case", cases.tagged_fp8(cases.RACE), ids=str)
 def test_devices_have_no_kernel_and_say_so(case: Fp8Case) -> None:
     """Up to the choice of a kernel an emulated device is as a GPU."""
-    from cupyflash import emulate
-
-    device = emulate.device("sm_90a")
-    operands, scales = case.operands
-    if not case.plain:
-        operands = [
-            dataclasses.replace(x, data=device.array(x.data), scale=device.array(x.scale))
-            for x in operands
-        ]
-    else:
-        operands = [device.array(x) for x in operands]
-    options = {name: device.array(x) for name, x in {**scales, **case.of.lengths}.items()}
-    with pytest.raises(cupyflash.UnsupportedError, match="fp8: has no fp8 kernel yet"):
-        cupyflash.attention(*operands, **options, **case.of.options)
-    text = cupyflash.explain(*operands, **options, **case.of.options)
-    assert "scales: " in text and "sm90" in text
+    path = paths.EmulatedPath("sm_90a")
+    for given_output in (False, True):
+        with pytest.raises(cupyflash.UnsupportedError, match="sm90 .*: fp8: has no fp8 kernel yet"):
+            paths.run_fp8(path, case, given_output)
 
 
 # --- every option ---------------------------------------------------------------------------------
