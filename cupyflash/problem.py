@@ -332,6 +332,8 @@ def make_problem(
     softcap: float = 0.0,
     lengths: tuple[str, ...] = (),
     packed: tuple[int, int, int] | None = None,
+    out_dtype: DType | None = None,
+    scaling: Scaling | None = None,
 ) -> Problem:
     """Validates views in [batch, seqlen, heads, head_dim] order and returns their Problem.
 
@@ -347,6 +349,8 @@ def make_problem(
         softcap: 0 for none.
         lengths: arrays that the kernel reads on the device.
         packed: number of packed sequences, bounds of their queries and keys; None: not packed.
+        out_dtype: element type of the output; None means q's.
+        scaling: of 8-bit floats. The strides of a transposed v along tokens are 1 then.
 
     Raises:
         TypeError: dtypes or devices that do not go together.
@@ -358,17 +362,21 @@ def make_problem(
     _check_devices(inputs if out is None else {**inputs, "out": out})
     _check_dtypes(q, k, v)
     _check_shapes(q, k, v, layout)
-    for name, view in inputs.items():
+    stored = dict(inputs)
+    if scaling is not None and scaling.v_slot:
+        stored["v"] = v.permuted((0, 3, 2, 1))  # its rows are tokens of one channel
+    for name, view in stored.items():
         _check_last_stride(name, view, layout)
     batch, seqlen_q, heads_q, head_dim_qk = q.shape
     _, seqlen_kv, heads_kv, head_dim_v = v.shape
     out_shape = (batch, seqlen_q, heads_q, head_dim_v)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
     if out is not None:
-        _check_out(out, out_shape, q.dtype, inputs, layout)
+        _check_out(out, out_shape, out_dtype, inputs, layout)
     planned_out = out or TensorView(
-        0, out_shape, _own_strides(out_shape, layout), q.dtype, q.device
+        0, out_shape, _own_strides(out_shape, layout), out_dtype, q.device
     )
-    tensors = {**inputs, "out": planned_out}
+    tensors = {**stored, "out": planned_out}
     rows_q, rows_kv = seqlen_q, seqlen_kv
     if packed is not None:
         batch, longest_q, longest_kv = packed
@@ -386,6 +394,7 @@ def make_problem(
         softmax_scale=None if softmax_scale is None else as_float("softmax_scale", softmax_scale),
         want_lse=want_lse,
         position_offset=position_offset,
+        out_dtype=out_dtype,
         num_sms=num_sms,
         softcap=softcap,
         lengths=lengths,
@@ -394,6 +403,7 @@ def make_problem(
         unaligned=_reasons(tensors, alignment_fault),
         no_tma=_reasons(tensors, tma_fault),
         no_ragged=_reasons(tensors, ragged_fault) if lengths or softcap else (),
+        scaling=scaling,
     )
 
 
@@ -570,7 +580,8 @@ def _check_out(
             f"out: expected shape {_in_layout(shape, layout)}, got {_in_layout(out.shape, layout)}"
         )
     if out.dtype != dtype:
-        raise TypeError(f"out: expected {dtype}, the dtype of q, got {out.dtype}")
+        whose = "the dtype of q" if inputs["q"].dtype == dtype else "the out_dtype"
+        raise TypeError(f"out: expected {dtype}, {whose}, got {out.dtype}")
     check_writable("out", out, inputs, layout)
 
 
