@@ -8,6 +8,7 @@ from cupyflash.select import (
     backward_delta_spec,
     backward_queries_spec,
     backward_spec_for,
+    fp8_spec_for,
     merge_spec,
     quantize_spec,
     spec_for,
@@ -95,8 +96,25 @@ def _specs_of(target: str) -> list[KernelSpec]:
                     found.append(spec_for(family, tile, target, dtype, mask))
                     if family.general and mask != "none":
                         found.append(spec_for(family, tile, target, dtype, mask, general=True))
+        found += _fp8_specs(family, target, shared_bytes)
         found += _backward_specs(family, target, shared_bytes)
     return list(dict.fromkeys(found))
+
+
+def _fp8_specs(family: Family, target: str, shared_bytes: int) -> list[KernelSpec]:
+    """The forward kernels of 8-bit floats that fit, for either type of output."""
+    if family.fp8 is None:
+        return []
+    found = []
+    for tile in family.fp8.tiles:
+        if device_bytes(family.fp8.shared_bytes(tile), tile.min_blocks) > shared_bytes:
+            continue
+        for out_dtype in DTYPES:
+            for mask in tile.masks:
+                found.append(fp8_spec_for(family, tile, target, out_dtype, mask))
+                if family.general and mask != "none":
+                    found.append(fp8_spec_for(family, tile, target, out_dtype, mask, general=True))
+    return found
 
 
 def _backward_specs(family: Family, target: str, shared_bytes: int) -> list[KernelSpec]:

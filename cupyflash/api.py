@@ -93,14 +93,20 @@ def attention(
     and PyTorch and JAX arrays on the CPU, are served on the CPU. Memory beyond the outputs does not
     grow with seqlen_q * seqlen_kv on any path.
 
+    8-bit floats (float8_e4m3fn) are numbers with scales, value = number * scale: q, k and v as
+    ``quantize`` makes them, or arrays beside ``q_scale``, ``k_scale`` and ``v_scale``. They are
+    computed on the CPU only so far; no GPU kernel takes them yet. They have no gradients yet.
+
     Args:
         q: queries, [batch, seqlen_q, heads_q, head_dim_qk], or packed [total_q, heads_q,
             head_dim_qk] with ``cu_seqlens_*``. On a GPU bfloat16 or float16; on the CPU also
             float32 and float64. The last dimension is contiguous; a GPU kernel wants the address
-            and the other strides in multiples of 16 bytes.
+            and the other strides in multiples of 16 bytes. Or float8_e4m3fn, with a head_dim_qk
+            that is a multiple of 16, or Quantized with the role "q".
         k: keys, [batch, seqlen_kv, heads_kv, head_dim_qk], q's dtype; heads_q is a multiple of
-            heads_kv.
-        v: values, [batch, seqlen_kv, heads_kv, head_dim_v], q's dtype.
+            heads_kv. Quantized where q is, with the role "k" and q's hadamard_seed.
+        v: values, [batch, seqlen_kv, heads_kv, head_dim_v], q's dtype; as an fp8 array row-major
+            as k. Quantized where q is, with the role "v".
         causal: hides the keys after the query's position (the bound right = 0).
         align: "bottom_right": the last query stands at the last key's position; "top_left": the
             first query at the first key's.
@@ -119,11 +125,16 @@ def attention(
             past them are 0 in an output allocated here, untouched in the caller's.
         q_offset, kv_offset: positions, for the mask, of the first query and of the first key: they
             add q_offset - kv_offset to what ``align`` gives. An int, or int32 [batch].
-        q_scale, k_scale, v_scale, out_scale: scales of fp8 arrays. Not supported yet.
-        layout: "bshd", or "bhsd" for [batch, heads, seqlen, head_dim] arrays.
+        q_scale, k_scale, v_scale: scales of fp8 arrays, float32 beside q: [] for one, or [batch,
+            heads] of the operand, for packed sequences too; on the CPU also a number. None means 1.
+            Quantized operands have scales of their own.
+        layout: "bshd", or "bhsd" for [batch, heads, seqlen, head_dim] arrays; Quantized is "bshd".
         out: where to write the output, [batch, seqlen_q, heads_q, head_dim_v] in ``layout``; shares
             no memory with q, k, v.
-        out_dtype: dtype of the output; q's dtype is the only choice.
+        out_dtype: dtype of the output. For fp8 inputs bfloat16 (the default, or that of ``out``),
+            float16 or float8_e4m3fn; otherwise q's dtype is the only choice.
+        out_scale: float32 [] beside q, on the CPU also a number, for an output of float8_e4m3fn: it
+            holds out / out_scale, rounded to nearest even and saturated at 448. None means 1.
         return_lse: whether to return (out, lse).
         num_sms: GPU multiprocessors to use at most; None means all.
         stream: CUDA stream to launch on: a handle, or a stream of CuPy, PyTorch or anything with
@@ -132,9 +143,9 @@ def attention(
 
     Returns:
         out, in the caller's array type (CuPy arrays for unknown DLPack producers on a GPU), in the
-        shape and layout of q with head_dim_v as the last dimension, dtype of q. With ``return_lse``
-        also lse, float32 (float64 for float64 inputs), [batch, heads_q, seqlen_q], packed [heads_q,
-        total_q].
+        shape and layout of q with head_dim_v as the last dimension, in q's dtype or ``out_dtype``.
+        With ``return_lse`` also lse, float32 (float64 for float64 inputs), [batch, heads_q,
+        seqlen_q], packed [heads_q, total_q].
 
     Raises:
         UnsupportedError: no kernel serves this combination; the message lists every candidate with
@@ -151,6 +162,9 @@ def attention(
         >>> q = k = numpy.zeros((1, 2, 1, 64), numpy.float16)
         >>> v = numpy.arange(2, dtype=numpy.float16).reshape(1, 2, 1, 1) * numpy.ones_like(q)
         >>> cupyflash.attention(q, k, v, causal=True)[0, :, 0, 0]
+        array([0. , 0.5], dtype=float16)
+        >>> quantized = [cupyflash.quantize(x, role) for role, x in zip("qkv", (q, k, v))]
+        >>> cupyflash.attention(*quantized, causal=True, out_dtype="float16")[0, :, 0, 0]
         array([0. , 0.5], dtype=float16)
 
     References:
@@ -446,7 +460,7 @@ def attention_backward(
         algorithm 2.
     """
     if dout_scale is not None:
-        raise UnsupportedError("dout_scale: scales belong to fp8 arrays, which have no kernel yet")
+        raise UnsupportedError("dout_scale: scales belong to fp8 arrays, which have no gradients")
     if out is None and delta is None:
         raise TypeError("out: may be None only where delta is given")
     key = None
@@ -523,7 +537,8 @@ def quantize(
 
     rounded to nearest even. A block of zeros has the scale 1. An infinity becomes 448 times the
     scale, a NaN stays NaN, and neither changes the scale of its neighbours. The bits are the same
-    on every device; ``cupyflash/fp8.py`` defines them. No attention kernel takes the result yet.
+    on every device; ``cupyflash/fp8.py`` defines them. ``attention`` takes the results on the CPU;
+    no GPU kernel does yet.
 
     Args:
         x: [batch, seqlen, heads, head_dim], or packed [total, heads, head_dim] with ``cu_seqlens``.

@@ -15,9 +15,18 @@ import numpy
 from cupyflash import arrays
 from cupyflash.arrays import Adapter, Array
 from cupyflash.errors import UnsupportedError
-from cupyflash.params import DEVICE_LENGTHS
+from cupyflash.operands import (
+    check_dtype_of_scales,
+    check_plain,
+    out_dtype_of,
+    quantized_operands,
+    scales_given,
+    scaling_of,
+    view_of_quantized,
+)
+from cupyflash.params import DEVICE_LENGTHS, SCALES
 from cupyflash.problem import LAYOUTS, Mask, Problem, as_float, as_int, make_problem, to_bshd
-from cupyflash.tensor import DeviceKind, DType, TensorView
+from cupyflash.tensor import FP8_DTYPES, DeviceKind, DType, TensorView
 
 _MAX_FLOAT32 = float(numpy.finfo(numpy.float32).max)
 _MAX_FLOAT64 = float(numpy.finfo(numpy.float64).max)
@@ -54,9 +63,6 @@ class Options:
     stream: Any = None
 
 
-_ONLY_FP8 = ("q_scale", "k_scale", "v_scale", "out_scale")
-
-
 @dataclass(frozen=True, eq=False)
 class Call:
     """A call with everything checked that does not depend on the choice of a kernel.
@@ -64,10 +70,12 @@ class Call:
     Attributes:
         options: as given.
         adapter: of all arrays.
-        arrays: q, k, v and, where given, out, in the adapter's own form; on a GPU also the arrays
-            of lengths (``params.DEVICE_LENGTHS``).
-        views: the same, q, k, v and out in bshd order and packed ones as a batch of one.
-            ``serve.allocate`` adds out and lse.
+        arrays: q, k, v and, where given, out and ``params.SCALES``, in the adapter's own form; of
+            quantized q, k and v the data; on a GPU also the arrays of lengths
+            (``params.DEVICE_LENGTHS``).
+        views: the same, q, k, v and out in bshd order and packed ones as a batch of one, q and k in
+            their shapes, a transposed v as ``launch.forward_launch`` takes it. ``serve.allocate``
+            adds out and lse.
         packed: whether the arrays are packed sequences; ``problem`` then takes them for one.
         problem: shapes, mask and scale.
         softcap: 0 for none.
@@ -99,16 +107,24 @@ def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
         raise ValueError(f"layout: expected one of {LAYOUTS}, got {options.layout!r}")
     if not isinstance(options.return_lse, (bool, numpy.bool_)):
         raise TypeError(f"return_lse: expected a bool, got {type(options.return_lse).__name__}")
-    given = {"q": q, "k": k, "v": v}
+    quantized = quantized_operands(q, k, v)
+    if quantized and options.layout != "bshd":
+        raise ValueError('layout: quantized tensors are in the order of "bshd", pass that')
+    given = {"q": q, "k": k, "v": v} | {name: x.data for name, x in quantized.items()}
     if options.out is not None:
         given["out"] = options.out
     adapter = arrays.adapter_for(given)
     on_host = adapter.kind is DeviceKind.cpu
     lengths = {} if on_host else _device_lengths(options)
-    if lengths:
-        given.update(lengths)
+    scale_options = {name: getattr(options, name) for name in SCALES}
+    if not quantized and any(x is not None for x in scale_options.values()):
+        dtype_q = adapter.view("q", adapter.adopt("q", q)).dtype
+        check_dtype_of_scales(dtype_q, scale_options)
+    scales, numbers = scales_given(quantized, scale_options, on_host)
+    if lengths or scales:
+        given |= lengths | scales
         adapter = arrays.adapter_for(given)
-    adopted = {name: adapter.adopt(name, array) for name, array in given.items()}
+    adopted = {name: adapter.adopt(name, array) for name, array in given.items()} | numbers
     views = {name: adapter.view(name, array) for name, array in adopted.items()}
     mask = Mask.resolve(options.causal, options.window, options.align)
     softmax_scale = _softmax_scale(options.softmax_scale)
@@ -121,7 +137,11 @@ def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
     packed = options.cu_seqlens_q is not None or options.cu_seqlens_kv is not None
     if not packed and (options.max_seqlen_q is not None or options.max_seqlen_kv is not None):
         raise ValueError("max_seqlen_q, max_seqlen_kv: only with cu_seqlens_q and cu_seqlens_kv")
-    tensors = {name: view for name, view in views.items() if name not in lengths}
+    num_sequences = _num_sequences(options)
+    stored_v = views["v"]
+    for name, x in quantized.items():
+        views[name] = view_of_quantized(name, x, views[name], num_sequences or 0, packed)
+    tensors = {name: views[name] for name in ("q", "k", "v", "out") if name in views}
     if packed:
         views.update(_views_of_packed(tensors, options))
     else:
@@ -132,6 +152,13 @@ def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
     batch = views["q"].shape[0] if shape is None else shape[0]
     for name in lengths:
         _check_lengths(name, views[name], batch, views["q"])
+    dtype = views["q"].dtype
+    scaling = None
+    if dtype in FP8_DTYPES and all(views[name].ndim == 4 for name in ("q", "k", "v")):
+        num_sequences = views["q"].shape[0] if num_sequences is None else num_sequences
+        scaling = scaling_of(quantized, views, num_sequences, packed)
+    asked = None if options.out_dtype is None else _as_dtype(options.out_dtype)
+    out_dtype = out_dtype_of(dtype, asked, views.get("out"), "out_scale" in views)
     problem = make_problem(
         views["q"],
         views["k"],
@@ -146,8 +173,12 @@ def resolve(q: Array, k: Array, v: Array, options: Options) -> Call:
         softcap=0.0 if on_host else softcap,
         lengths=tuple(name for name in DEVICE_LENGTHS if name in lengths),
         packed=shape,
+        out_dtype=out_dtype,
+        scaling=scaling,
     )
-    _check_element_type(problem, options, adapter.kind)
+    _check_element_type(problem, bool(quantized), adapter.kind)
+    if quantized:
+        views["v"] = _as_stored(views["v"], stored_v)
     _check_softcap(softcap, problem)
     if not on_host:
         _check_for_kernel(problem)
@@ -181,6 +212,25 @@ def _device_lengths(options: Options) -> dict[str, Array]:
             continue
         found[name] = given
     return found
+
+
+def _num_sequences(options: Options) -> int | None:
+    """How many packed sequences there are; None where they are not packed."""
+    starts = options.cu_seqlens_q
+    if starts is None:
+        return None
+    shape = getattr(starts, "shape", None)
+    if shape is None:
+        arrays.adapter_for({"cu_seqlens_q": starts})  # says that it is no array
+    if shape is None or len(shape) != 1 or shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q: expected shape [batch + 1], got {shape}")
+    return int(shape[0]) - 1
+
+
+def _as_stored(view: TensorView, data: TensorView) -> TensorView:
+    """A transposed v as [batch, slot tokens, heads, width]."""
+    heads, width, columns = data.shape[-3:]
+    return dataclasses.replace(view, shape=(view.shape[0], columns, heads, width))
 
 
 def _packed_shape(views: dict[str, TensorView], options: Options) -> tuple[int, int, int]:
@@ -218,25 +268,22 @@ def _check_lengths(name: str, view: TensorView, batch: int, q: TensorView) -> No
 
 
 def _check_supported(options: Options, kind: DeviceKind) -> None:
-    """Raises for arguments that no kernel (or no host code) looks at."""
-    for name in _ONLY_FP8:
-        if getattr(options, name) is not None:
-            raise UnsupportedError(f"{name}: scales belong to fp8 arrays, which have no kernel yet")
+    """Raises for arguments that no host code looks at."""
     if kind is DeviceKind.cpu and options.num_sms is not None:
         raise UnsupportedError("num_sms: limits a GPU kernel, but the arrays are on the CPU")
 
 
-def _check_element_type(problem: Problem, options: Options, kind: DeviceKind) -> None:
+def _check_element_type(problem: Problem, quantized: bool, kind: DeviceKind) -> None:
     dtype = problem.dtype
-    if dtype in (DType.float8_e4m3fn, DType.float8_e5m2):
-        raise UnsupportedError(f"q, k, v: {dtype} has no kernel yet, on any device")
+    if dtype in FP8_DTYPES:
+        if not quantized:
+            check_plain(dtype, (problem.head_dim_qk, problem.head_dim_v))
+        return
     if kind is not DeviceKind.cpu and dtype not in (DType.bfloat16, DType.float16):
         raise UnsupportedError(
             f"q, k, v: {dtype} has no GPU kernel; convert the arrays to bfloat16 or float16, or "
             "pass NumPy arrays to compute on the CPU"
         )
-    if options.out_dtype is not None and (out_dtype := _as_dtype(options.out_dtype)) != dtype:
-        raise TypeError(f"out_dtype: expected {dtype}, the dtype of q, got {out_dtype}")
 
 
 def _check_softcap(softcap: float, problem: Problem) -> None:

@@ -322,6 +322,8 @@ class TorchCpuAdapter(NumpyAdapter):
     def give(self, array: Array) -> Array:
         if array.dtype == NUMPY_DTYPES[DType.bfloat16]:  # NumPy's own types only, says from_numpy
             return self._torch.from_numpy(array.view(numpy.int16)).view(self._torch.bfloat16)
+        if array.dtype == NUMPY_DTYPES[DType.float8_e4m3fn]:
+            return self._torch.from_numpy(array.view(numpy.int8)).view(self._torch.float8_e4m3fn)
         return self._torch.from_numpy(array)
 
 
@@ -524,8 +526,8 @@ def _adapter(name: str, array: Array) -> Adapter:
     kind = type(array)
     if kind is Quantized:
         raise UnsupportedError(
-            f"{name}: a quantized tensor, which no kernel takes yet, on any device; pass the array "
-            "that it was made from"
+            f"{name}: a quantized tensor, which nothing but attention takes, all of q, k and v at "
+            "a time; pass the array that it was made from"
         )
     for library, serve in _BY_MODULE.items():
         module = next(

@@ -36,6 +36,7 @@ from cupyflash import gxx, source
 from cupyflash.errors import EmulationError
 from cupyflash.params import BACKWARD, FORWARD, TensorMapRequest
 from cupyflash.problem import DeviceInfo
+from cupyflash.select import FORWARD_KERNELS
 
 if TYPE_CHECKING:
     from cupyflash.launch import Launch
@@ -499,7 +500,7 @@ class EmulatedDevice:
         counter = None
         if launch.dynamic and self.claims_tiles:
             counter = self.array(numpy.zeros(1, numpy.int32))
-            layout = FORWARD if spec.kernel == "forward" else BACKWARD
+            layout = FORWARD if spec.kernel in FORWARD_KERNELS else BACKWARD
             struct.pack_into("<Q", params, layout.offsets["tile_counter"], counter.pointer)
         self.last_report = run(
             build(source.translation_unit(spec), self._defines, sanitize=self.sanitize),

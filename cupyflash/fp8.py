@@ -338,8 +338,9 @@ def check_starts(starts: NDArray[np.integer], total: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Sequence:
-    """Rows [first, first + length) of a batch entry, and its first slot there."""
+class Rows:
+    """Rows [first, first + length) of a batch entry: those of sequence ``index``, whose first slot
+    there is ``slot``."""
 
     index: int
     batch: int
@@ -348,14 +349,53 @@ class _Sequence:
     slot: int
 
 
-def _sequences(arrangement: Arrangement, starts: NDArray[np.integer] | None) -> Iterator[_Sequence]:
+def sequences(arrangement: Arrangement, starts: NDArray[np.integer] | None) -> Iterator[Rows]:
+    """The rows of every sequence; ``starts`` is cu_seqlens of packed ones."""
     if starts is None:
         for batch in range(arrangement.shape[0]):
-            yield _Sequence(batch, batch, 0, arrangement.shape[1], 0)
+            yield Rows(batch, batch, 0, arrangement.shape[1], 0)
         return
     rows = [int(row) for row in starts]
     for index, (first, end) in enumerate(zip(rows, rows[1:])):
-        yield _Sequence(index, 0, first, end - first, first // arrangement.slot + index)
+        yield Rows(index, 0, first, end - first, first // arrangement.slot + index)
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Numbers and scales as they lie in NumPy arrays: value = number * scale.
+
+    Attributes:
+        data: bits of e4m3 numbers, [batch, seqlen, heads, width], or transposed [batch, heads,
+            width, slot tokens]; packed sequences are a batch of one.
+        scale: as ``Quantized.scale``.
+        arrangement: where things lie.
+        transposed: whether data is, with tokens in ``MMA_ORDER``.
+    """
+
+    data: NDArray[np.uint8]
+    scale: NDArray[np.float32]
+    arrangement: Arrangement
+    transposed: bool
+
+    def numbers(self, rows: Rows, heads: slice = slice(None)) -> NDArray[np.float32]:
+        """Unscaled, [length, heads, head_dim]."""
+        head_dim = self.arrangement.shape[3]
+        if self.transposed:
+            places = rows.slot * self.arrangement.slot + _places(rows.length, MMA_ORDER)
+            found = self.data[rows.batch, heads, :head_dim][..., places].transpose(2, 0, 1)
+        else:
+            at = slice(rows.first, rows.first + rows.length)
+            found = self.data[rows.batch, at, heads, :head_dim]
+        return widen_e4m3(found)
+
+    def scales(self, rows: Rows, heads: slice = slice(None)) -> NDArray[np.float32]:
+        """Of each token and head, [length, heads]."""
+        shape = rows.length, self.arrangement.shape[2]
+        return np.broadcast_to(_scale_of_rows(self.scale, self.arrangement, rows), shape)[:, heads]
+
+    def values(self, rows: Rows, heads: slice = slice(None)) -> NDArray[np.float32]:
+        """number * scale, [length, heads, head_dim]."""
+        return self.numbers(rows, heads) * self.scales(rows, heads)[..., None]
 
 
 def quantize(
@@ -383,10 +423,10 @@ def quantize(
     arrangement = Arrangement(
         kind, slot, starts is not None, (batch, seqlen, heads, head_dim), num_sequences
     )
-    sequences = list(_sequences(arrangement, starts))
-    scale = _scales(values, arrangement, sequences)
+    parts = list(sequences(arrangement, starts))
+    scale = _scales(values, arrangement, parts)
     natural = np.zeros((batch, seqlen, heads, arrangement.width), np.uint8)
-    for part in sequences:
+    for part in parts:
         rows = slice(part.first, part.first + part.length)
         inverse = np.float32(1) / _scale_of_rows(scale, arrangement, part)
         with np.errstate(over="ignore", invalid="ignore"):
@@ -395,7 +435,7 @@ def quantize(
     data = natural.reshape(arrangement.natural_shape)
     transposed = None
     if role == "v" or for_backward:
-        transposed = _transpose(natural, arrangement, sequences, order_of(role))
+        transposed = _transpose(natural, arrangement, parts, order_of(role))
     first, second = (transposed, data) if role == "v" else (data, transposed)
     return Quantized(
         data=first,
@@ -410,10 +450,10 @@ def quantize(
 
 
 def _scales(
-    values: NDArray[np.float32], arrangement: Arrangement, sequences: list[_Sequence]
+    values: NDArray[np.float32], arrangement: Arrangement, parts: list[Rows]
 ) -> NDArray[np.float32]:
     amax = np.zeros(arrangement.scale_shape, np.float32)
-    for part in sequences:
+    for part in parts:
         rows = np.abs(values[part.batch, part.first : part.first + part.length])
         tops = np.where(np.isfinite(rows), rows, np.float32(0)).max(-1)  # [length, heads]
         if arrangement.kind == "tensor":
@@ -429,7 +469,7 @@ def _scales(
 
 
 def _blocks_of(
-    scale: NDArray[np.float32], arrangement: Arrangement, part: _Sequence
+    scale: NDArray[np.float32], arrangement: Arrangement, part: Rows
 ) -> NDArray[np.float32]:
     """The scales of a sequence's blocks or tokens, [heads, ...], a view."""
     if not arrangement.packed:
@@ -439,7 +479,7 @@ def _blocks_of(
 
 
 def _scale_of_rows(
-    scale: NDArray[np.float32], arrangement: Arrangement, part: _Sequence
+    scale: NDArray[np.float32], arrangement: Arrangement, part: Rows
 ) -> NDArray[np.float32]:
     """The scale of each token and head of a sequence, [length, heads] or what broadcasts to it."""
     if arrangement.kind == "tensor":
@@ -453,13 +493,13 @@ def _scale_of_rows(
 def _transpose(
     natural: NDArray[np.uint8],
     arrangement: Arrangement,
-    sequences: list[_Sequence],
+    parts: list[Rows],
     order: tuple[int, ...],
 ) -> NDArray[np.uint8]:
     batch, _, heads, width = natural.shape
     columns = arrangement.num_slots * arrangement.slot
     result = np.zeros((batch, heads, width, columns), np.uint8)
-    for part in sequences:
+    for part in parts:
         places = part.slot * arrangement.slot + _places(part.length, order)
         rows = natural[part.batch, part.first : part.first + part.length]
         result[part.batch][:, :, places] = rows.transpose(1, 2, 0)
@@ -477,25 +517,27 @@ def _dequantize(quantized: Quantized, cu_seqlens: Any, rotated: bool) -> NDArray
     if packed != (cu_seqlens is not None):
         wanted = "cu_seqlens of the packed sequences" if packed else "no cu_seqlens"
         raise ValueError(f"dequantize: expected {wanted}")
-    kind, slot = kind_of(quantized.block, quantized.role)
-    batch, seqlen, heads, head_dim = (1, *quantized.shape) if packed else quantized.shape
     starts = np.asarray(cu_seqlens) if packed else None
     if starts is not None:
-        check_starts(starts, seqlen)
-    num_sequences = batch if starts is None else len(starts) - 1
-    shape = (batch, seqlen, heads, head_dim)
-    arrangement = Arrangement(kind, slot, packed, shape, num_sequences)
-    result = np.zeros(shape, np.float32)
-    stored = widen_e4m3(quantized.data[None] if packed else quantized.data)
-    for part in _sequences(arrangement, starts):
-        rows = slice(part.first, part.first + part.length)
-        if quantized.role == "v":
-            places = part.slot * slot + _places(part.length, MMA_ORDER)
-            numbers = stored[part.batch][:, :head_dim, places].transpose(2, 0, 1)
-        else:
-            numbers = stored[part.batch, rows, :, :head_dim]
-        scale = _scale_of_rows(quantized.scale, arrangement, part)
-        result[part.batch, rows] = numbers * scale[..., None]
+        check_starts(starts, quantized.shape[0])
+    arrangement = arrangement_of(quantized, None if starts is None else len(starts) - 1)
+    data = quantized.data[None] if packed else quantized.data
+    stored = Stored(data.view(np.uint8), quantized.scale, arrangement, quantized.role == "v")
+    result = np.zeros(arrangement.shape, np.float32)
+    for part in sequences(arrangement, starts):
+        result[part.batch, part.first : part.first + part.length] = stored.values(part)
     if quantized.hadamard_seed is not None and not rotated:
         result = rotate_back(result, quantized.hadamard_seed)
     return result.reshape(quantized.shape)
+
+
+def arrangement_of(quantized: Quantized, packed_sequences: int | None) -> Arrangement:
+    """Where things lie in a tensor of so many packed sequences, or None for one that is not
+    packed."""
+    kind, slot = kind_of(quantized.block, quantized.role)
+    packed = packed_sequences is not None
+    batch, seqlen, heads, head_dim = (1, *quantized.shape) if packed else quantized.shape
+    return Arrangement(
+        *(kind, slot, packed, (batch, seqlen, heads, head_dim)),
+        batch if packed_sequences is None else packed_sequences,
+    )

@@ -23,6 +23,7 @@ from cupyflash.backward import (
     backward_launches,
     workspace_of,
 )
+from cupyflash.errors import UnsupportedError
 from cupyflash.launch import CudaBackend, EmulatedBackend, Launch, Plan
 from cupyflash.params import BACKWARD, DEVICE_LENGTHS
 from cupyflash.problem import (
@@ -95,6 +96,10 @@ def resolve_backward(
     if "delta" in given and "dlse" in given:
         raise ValueError("delta and dlse: delta contains dlse already, expected one of them")
     call = resolve(*qkv, dataclasses.replace(options, return_lse=True))
+    if call.problem.scaling is not None:
+        raise UnsupportedError(
+            "q, k, v: 8-bit floats have no gradients yet; pass the arrays that they were made from"
+        )
     everything = {**dict(zip(("q", "k", "v"), qkv)), **given}
     adapter = arrays.adapter_for(everything)
     adopted = {name: adapter.adopt(name, array) for name, array in given.items()}

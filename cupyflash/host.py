@@ -42,7 +42,9 @@ __all__ = [
     "attention_backward",
     "attention_varlen",
     "attention_varlen_backward",
+    "cumulative_lengths",
     "merge",
+    "used_lengths",
 ]
 
 _Item = TypeVar("_Item")
@@ -306,9 +308,10 @@ def _outputs(
     return out, lse
 
 
-def _lengths(
+def used_lengths(
     name: str, lengths: ArrayLike | None, batch: int, limit: int | NDArray[np.int64]
 ) -> NDArray[np.int64]:
+    """Lengths in use of each sequence: ``lengths``, a ValueError beyond a limit, or the limits."""
     limits = np.broadcast_to(np.asarray(limit, np.int64), (batch,))
     if lengths is None:
         return limits
@@ -320,7 +323,8 @@ def _lengths(
     return used
 
 
-def _cumulative(name: str, starts: ArrayLike, total: int) -> NDArray[np.int64]:
+def cumulative_lengths(name: str, starts: ArrayLike, total: int) -> NDArray[np.int64]:
+    """Where packed sequences start and end; a ValueError if they cannot in so many rows."""
     starts = np.asarray(starts).astype(np.int64)
     if starts.ndim != 1 or len(starts) == 0:
         raise ValueError(f"{name}: expected shape [batch + 1], got {list(starts.shape)}")
@@ -404,8 +408,8 @@ def _dense_parts(
     if seqused_q is None and seqused_kv is None and (shifts == shifts[:1]).all():
         same = int(shifts[0]) if batch else 0
         return [_Part(False, 0, 0, batch, seqlen_q, seqlen_kv, same)]
-    used_q = _lengths("seqused_q", seqused_q, batch, seqlen_q)
-    used_kv = _lengths("seqused_kv", seqused_kv, batch, seqlen_kv)
+    used_q = used_lengths("seqused_q", seqused_q, batch, seqlen_q)
+    used_kv = used_lengths("seqused_kv", seqused_kv, batch, seqlen_kv)
     return [
         _Part(False, b, b, 1, int(used_q[b]), int(used_kv[b]), int(shifts[b])) for b in range(batch)
     ]
@@ -421,16 +425,16 @@ def _packed_parts(
     seqused_kv: ArrayLike | None,
 ) -> list[_Part]:
     """The parts of arrays [total, ...]: one for each run of sequences that are alike."""
-    starts_q = _cumulative("cu_seqlens_q", cu_seqlens_q, total_q)
-    starts_kv = _cumulative("cu_seqlens_kv", cu_seqlens_kv, total_kv)
+    starts_q = cumulative_lengths("cu_seqlens_q", cu_seqlens_q, total_q)
+    starts_kv = cumulative_lengths("cu_seqlens_kv", cu_seqlens_kv, total_kv)
     batch = len(starts_q) - 1
     if len(starts_kv) != len(starts_q):
         raise ValueError(
             f"cu_seqlens_kv: {len(starts_kv)} entries, but cu_seqlens_q has {len(starts_q)}"
         )
     shifts = np.broadcast_to(np.asarray(shift, np.int64), (batch,))
-    used_q = _lengths("seqused_q", seqused_q, batch, np.diff(starts_q))
-    used_kv = _lengths("seqused_kv", seqused_kv, batch, np.diff(starts_kv))
+    used_q = used_lengths("seqused_q", seqused_q, batch, np.diff(starts_q))
+    used_kv = used_lengths("seqused_kv", seqused_kv, batch, np.diff(starts_kv))
     return [
         _Part(
             True,

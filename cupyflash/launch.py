@@ -23,15 +23,23 @@ from cupyflash import driver as drivers
 from cupyflash.cache import CacheEntry, CubinCache, default_cache
 from cupyflash.driver import PreparedLaunch, PreparedPlan, TensorMap
 from cupyflash.errors import DriverError
-from cupyflash.params import DEVICE_LENGTHS, FORWARD, StructLayout, TensorMapRequest
-from cupyflash.problem import DeviceInfo, Problem, ragged_strides
+from cupyflash.params import (
+    DEVICE_LENGTHS,
+    FORWARD,
+    SCALE_KINDS,
+    SCALED,
+    SCALES,
+    StructLayout,
+    TensorMapRequest,
+)
+from cupyflash.problem import DeviceInfo, Problem, Scaling, ragged_strides
 from cupyflash.schedule import plan_tiles
-from cupyflash.select import KernelSpec, siblings, tensor_maps
+from cupyflash.select import FORWARD_KERNELS, KernelSpec, siblings, tensor_maps
 from cupyflash.tensor import TensorView
 
 logger = logging.getLogger("cupyflash")
 
-TENSORS = ("q", "k", "v", "out", "lse", *DEVICE_LENGTHS)
+TENSORS = ("q", "k", "v", "out", "lse", *DEVICE_LENGTHS, *SCALES)
 """Arrays of a forward, in the order of ``Launch.pointers``."""
 
 FAR_ROW = 1 << 30  # kFarRow of kernels_cu/attn/ragged.cuh
@@ -86,7 +94,8 @@ def forward_launch(
         spec: the chosen kernel.
         device: where.
         views: q, k, v, out in bshd order (packed arrays as a batch of one), lse [batch, heads_q,
-            seqlen_q] where wanted, and the arrays of ``problem.lengths``.
+            seqlen_q] where wanted, the arrays of ``problem.lengths`` and those given of ``SCALES``.
+            A transposed v (``Scaling.v_slot``) is [batch, slot tokens, heads, width].
         stream: handle of the CUDA stream.
         clear_out: whether rows of out that belong to no sequence are set to 0.
     """
@@ -104,9 +113,12 @@ def forward_launch(
     if problem.softcap:
         values.update(softcap=problem.softcap, softcap_slope=scale / problem.softcap)
         scale = 1.0  # of what comes out of the cap
+    if problem.scaling is not None:
+        values.update(_scale_members(problem.scaling, views))
     if spec.general:
         for tensor in ("q", "k", "v"):
-            values[f"{tensor}_batch_rows"] = ragged_strides(views[tensor])[1] or 0
+            if views[tensor].strides[3] == 1:  # not a transposed v
+                values[f"{tensor}_batch_rows"] = ragged_strides(views[tensor])[1] or 0
     params = FORWARD.pack(
         **values,
         batch=problem.batch,
@@ -142,6 +154,34 @@ def forward_launch(
     )
 
 
+def _scale_members(scaling: Scaling, views: dict[str, TensorView]) -> dict[str, int]:
+    """What the parameters say about scales and a transposed v, but addresses."""
+    members = {"v_stride_dim": views["v"].strides[3]}
+    for tensor in SCALED:
+        scale = getattr(scaling, tensor)
+        if scale.kind == "none":
+            continue
+        by_batch = by_head = by_block = 0
+        strides = views[f"{tensor}_scale"].strides
+        if scale.kind == "head":
+            by_batch, by_head = strides
+        elif scale.kind in ("block", "token"):  # packed: of all sequences, without their dimension
+            by_batch, by_head, by_block = (0, *strides)[-3:]
+        members |= {
+            f"{tensor}_scale_stride_batch": by_batch,
+            f"{tensor}_scale_stride_head": by_head,
+            f"{tensor}_scale_stride_block": by_block,
+            f"{tensor}_scale_kind": SCALE_KINDS.index(scale.kind),
+            f"{tensor}_scale_tokens_log2": max(scale.tokens.bit_length() - 1, 0),
+        }
+    if scaling.v_slot:
+        members |= {
+            "v_slot_log2": scaling.v_slot.bit_length() - 1,
+            "v_columns": views["v"].shape[1],
+        }
+    return members
+
+
 def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[TensorMapRequest, ...]:
     requests = []
     for plan in tensor_maps(spec):
@@ -156,6 +196,9 @@ def _map_requests(spec: KernelSpec, views: dict[str, TensorView]) -> tuple[Tenso
         )
         dims: tuple[int, ...] = (head_dim, seqlen, heads, batch)
         strides: tuple[int, ...] = (by_row, by_head, by_batch)
+        if plan.transposed:
+            dims = (seqlen, head_dim, heads, batch)
+            strides = (view.strides[3] * itemsize, by_head, by_batch)
         box: tuple[int, ...] = (plan.chunk, plan.rows, 1, 1)
         shift = 0
         if plan.ragged:  # Note [Ragged maps] in kernels_cu/attn/ragged.cuh
@@ -234,7 +277,7 @@ def load_kernel(spec: KernelSpec, device_index: int, stream: int = 0) -> Kernel:
     if driver.is_capturing(device_index, stream):
         advice = "call attention once before the capture, with the same dtype, head dimensions, "
         advice += "mask and lengths"
-        if spec.kernel != "forward":
+        if spec.kernel not in FORWARD_KERNELS:
             advice = f"call {spec.kernel} once before the capture, with the same dtype"
         raise RuntimeError(
             f"{spec.name} is not loaded on GPU {device_index} yet, and a CUDA graph is being "

@@ -5,7 +5,7 @@ translation unit asserts that the two agree (``source.py``). A launch fills one 
 
 * ``FORWARD.pack(heads_q=8, ...)`` makes a zeroed buffer from named values (readable, for tests);
 * ``FORWARD.scalars.pack_into(buffer, FORWARD.scalars_offset, *values)`` writes everything behind
-  the tensor maps in one call, in the order of ``FORWARD.scalar_names`` (0.9 us for 56 fields);
+  the tensor maps in one call, in the order of ``FORWARD.scalar_names`` (1.2 us for 74 fields);
 * the tensor maps are encoded into the buffer by libcupyflash or by the emulator, each from one
   ``TensorMapRequest``.
 """
@@ -59,8 +59,9 @@ class StructLayout:
 
     @functools.cached_property
     def pointers(self) -> tuple[str, ...]:
-        """Members that are addresses, in order; the last is the tile counter where there is one."""
-        return tuple(field.name for field in self.fields if field.kind == "pointer")
+        """Members that are addresses, in order, but the tile counter, if there is one, last."""
+        names = [field.name for field in self.fields if field.kind == "pointer"]
+        return tuple(sorted(names, key=lambda name: name == "tile_counter"))
 
     @functools.cached_property
     def mapped(self) -> tuple[str, ...]:
@@ -154,6 +155,15 @@ DEVICE_LENGTHS = (
 )
 """Arrays of lengths and positions that general kernels read on the device."""
 
+SCALE_KINDS = ("tensor", "head", "block", "token")
+"""``cf::ScaleKind``, by number: ``fp8.Arrangement.kind``."""
+
+SCALED = ("q", "k", "v")
+"""Operands that have scales of their own where they are 8-bit floats."""
+
+SCALES = (*(f"{tensor}_scale" for tensor in SCALED), "out_scale")
+"""Arrays of scales that kernels of 8-bit floats read on the device."""
+
 FORWARD = _layout(
     "cf::ForwardParams",
     [
@@ -198,6 +208,20 @@ FORWARD = _layout(
             (name, "float")
             for name in ("softmax_scale", "softmax_scale_log2", "softcap", "softcap_slope")
         ),
+        *((array, "pointer") for array in SCALES),
+        ("v_stride_dim", "int64"),
+        *(
+            (f"{tensor}_scale_stride_{axis}", "int64")
+            for tensor in SCALED
+            for axis in ("batch", "head", "block")
+        ),
+        *(
+            (f"{tensor}_scale_{what}", "int32")
+            for tensor in SCALED
+            for what in ("kind", "tokens_log2")
+        ),
+        ("v_slot_log2", "int32"),
+        ("v_columns", "int32"),
     ],
 )
 """Layout of ``cf::ForwardParams``; ``kernels_cu/params.cuh`` says what each member means."""
@@ -305,8 +329,6 @@ MERGE = _layout(
 
 QUANTIZE_STAGES = ("whole", "tops", "reduce", "convert")
 """``cf::QuantizeStage``, by number."""
-SCALE_KINDS = ("tensor", "head", "block", "token")
-"""``cf::ScaleKind``, by number: ``fp8.Arrangement.kind``."""
 MAX_PIECES = 16
 """Pieces of 16 channels of a token: ``cf::kMaxPieces``."""
 

@@ -84,6 +84,46 @@ class Mask:
 
 
 @dataclass(frozen=True)
+class OperandScale:
+    """What shares a scale in an operand of 8-bit floats.
+
+    Attributes:
+        kind: "none" (every scale is 1), "tensor", "head" (of one sequence), "block" of tokens,
+            "token".
+        tokens: of a block, 64 or 128; 1 for a token; otherwise 0.
+    """
+
+    kind: str = "none"
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens" if self.kind == "block" else self.kind
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How operands of 8-bit floats are scaled and stored: value = data * scale.
+
+    Attributes:
+        q, k, v: what shares a scale.
+        v_slot: tokens of a slot of v, 64 or 128, where it is stored transposed as ``quantize``
+            stores it (``fp8.Arrangement``); 0 where it is row-major.
+        out: whether the output has a scale: out = data * scale.
+    """
+
+    q: OperandScale = OperandScale()
+    k: OperandScale = OperandScale()
+    v: OperandScale = OperandScale()
+    v_slot: int = 0
+    out: bool = False
+
+    def __str__(self) -> str:
+        scales = ", ".join(f"{name} {getattr(self, name)}" for name in ("q", "k", "v"))
+        stored = f", v transposed in slots of {self.v_slot}" if self.v_slot else ""
+        return f"scales: {scales}{stored}" + ", out scaled" * self.out
+
+
+@dataclass(frozen=True)
 class DeviceInfo:
     """What choosing a kernel needs to know about a GPU.
 
@@ -132,6 +172,7 @@ class Problem:
         no_tma: (tensor, reason) for each that TMA cannot address: the above, and also negative or
             zero strides and extents beyond its fields.
         no_ragged: (tensor, reason) for each that TMA cannot address for a general kernel.
+        scaling: how q, k and v are scaled where they are 8-bit floats; None for other types.
     """
 
     batch: int
@@ -156,6 +197,7 @@ class Problem:
     unaligned: tuple[tuple[str, str], ...] = ()
     no_tma: tuple[tuple[str, str], ...] = ()
     no_ragged: tuple[tuple[str, str], ...] = ()
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if self.softmax_scale is None:
@@ -290,6 +332,8 @@ def make_problem(
     softcap: float = 0.0,
     lengths: tuple[str, ...] = (),
     packed: tuple[int, int, int] | None = None,
+    out_dtype: DType | None = None,
+    scaling: Scaling | None = None,
 ) -> Problem:
     """Validates views in [batch, seqlen, heads, head_dim] order and returns their Problem.
 
@@ -305,6 +349,8 @@ def make_problem(
         softcap: 0 for none.
         lengths: arrays that the kernel reads on the device.
         packed: number of packed sequences, bounds of their queries and keys; None: not packed.
+        out_dtype: element type of the output; None means q's.
+        scaling: of 8-bit floats. The strides of a transposed v along tokens are 1 then.
 
     Raises:
         TypeError: dtypes or devices that do not go together.
@@ -316,17 +362,21 @@ def make_problem(
     _check_devices(inputs if out is None else {**inputs, "out": out})
     _check_dtypes(q, k, v)
     _check_shapes(q, k, v, layout)
-    for name, view in inputs.items():
+    stored = dict(inputs)
+    if scaling is not None and scaling.v_slot:
+        stored["v"] = v.permuted((0, 3, 2, 1))  # its rows are tokens of one channel
+    for name, view in stored.items():
         _check_last_stride(name, view, layout)
     batch, seqlen_q, heads_q, head_dim_qk = q.shape
     _, seqlen_kv, heads_kv, head_dim_v = v.shape
     out_shape = (batch, seqlen_q, heads_q, head_dim_v)
+    out_dtype = q.dtype if out_dtype is None else out_dtype
     if out is not None:
-        _check_out(out, out_shape, q.dtype, inputs, layout)
+        _check_out(out, out_shape, out_dtype, inputs, layout)
     planned_out = out or TensorView(
-        0, out_shape, _own_strides(out_shape, layout), q.dtype, q.device
+        0, out_shape, _own_strides(out_shape, layout), out_dtype, q.device
     )
-    tensors = {**inputs, "out": planned_out}
+    tensors = {**stored, "out": planned_out}
     rows_q, rows_kv = seqlen_q, seqlen_kv
     if packed is not None:
         batch, longest_q, longest_kv = packed
@@ -344,6 +394,7 @@ def make_problem(
         softmax_scale=None if softmax_scale is None else as_float("softmax_scale", softmax_scale),
         want_lse=want_lse,
         position_offset=position_offset,
+        out_dtype=out_dtype,
         num_sms=num_sms,
         softcap=softcap,
         lengths=lengths,
@@ -352,6 +403,7 @@ def make_problem(
         unaligned=_reasons(tensors, alignment_fault),
         no_tma=_reasons(tensors, tma_fault),
         no_ragged=_reasons(tensors, ragged_fault) if lengths or softcap else (),
+        scaling=scaling,
     )
 
 
@@ -528,7 +580,8 @@ def _check_out(
             f"out: expected shape {_in_layout(shape, layout)}, got {_in_layout(out.shape, layout)}"
         )
     if out.dtype != dtype:
-        raise TypeError(f"out: expected {dtype}, the dtype of q, got {out.dtype}")
+        whose = "the dtype of q" if inputs["q"].dtype == dtype else "the out_dtype"
+        raise TypeError(f"out: expected {dtype}, {whose}, got {out.dtype}")
     check_writable("out", out, inputs, layout)
 
 

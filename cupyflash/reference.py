@@ -55,10 +55,13 @@ __all__ = [
     "compare",
     "expect",
     "expect_backward",
+    "largest_distance",
+    "largest_magnitude",
     "merge",
     "mismatch",
     "rounded_attention",
     "rounded_attention_backward",
+    "times_visible",
     "unit_roundoff",
     "visible_keys",
 ]
@@ -227,7 +230,7 @@ def _attention(
     with np.errstate(all="ignore"):
         for block in _blocks(q, k, v, options, working):
             p, row_lse = _softmax(block.scores, block.visible)
-            row_out = _times_visible(_rounded(p, rounding), block.visible, block.values)
+            row_out = times_visible(_rounded(p, rounding), block.visible, block.values)
             out[block.rows] = np.where(row_lse[:, None] == -np.inf, 0, row_out)
             lse[block.row_values] = row_lse
     return out, lse
@@ -249,7 +252,7 @@ def _rounded(x: NDArray, rounding: np.dtype | None) -> NDArray:
     return x if rounding is None else x.astype(rounding).astype(x.dtype)
 
 
-def _times_visible(probabilities: NDArray, visible: NDArray[np.bool_], values: NDArray) -> NDArray:
+def times_visible(probabilities: NDArray, visible: NDArray[np.bool_], values: NDArray) -> NDArray:
     """probabilities @ values where a hidden key counts for nothing, even if its value is NaN."""
     special = np.flatnonzero(~np.isfinite(values).all(axis=1))
     finite = values.copy()
@@ -374,7 +377,7 @@ def _attention_backward(
             # A row of nothing but -inf contributes no more than one that sees nothing.
             visible = block.visible & (row_lse != -np.inf)[:, None]
             p_rounded = _rounded(p, rounding)
-            row_out = _rounded(_times_visible(p_rounded, visible, block.values), rounding)
+            row_out = _rounded(times_visible(p_rounded, visible, block.values), rounding)
 
             d_out: NDArray = dout[block.rows].astype(working)
             delta = (d_out * row_out).sum(axis=1)
@@ -385,9 +388,9 @@ def _attention_backward(
                 ds *= 1 - (block.scores / working(options.softcap)) ** 2
             ds = _rounded(np.where(visible, ds, 0), rounding)
 
-            dq[block.rows] = scale * _times_visible(ds, visible, block.keys)
-            dk[block.all_keys] += scale * _times_visible(ds.T, visible.T, block.queries)
-            dv[block.all_keys] += _times_visible(p_rounded.T, visible.T, d_out)
+            dq[block.rows] = scale * times_visible(ds, visible, block.keys)
+            dk[block.all_keys] += scale * times_visible(ds.T, visible.T, block.queries)
+            dv[block.all_keys] += times_visible(p_rounded.T, visible.T, d_out)
     return dq, dk, dv
 
 
@@ -445,9 +448,9 @@ class Expectation:
         if problem is None and lse is not None:
             problem = mismatch("lse", lse, self.lse, self.lse_bound)
         return Comparison(
-            _distance(out, self.out),
+            largest_distance(out, self.out),
             self.bound,
-            0.0 if lse is None else _distance(lse, self.lse),
+            0.0 if lse is None else largest_distance(lse, self.lse),
             self.lse_bound,
             problem,
         )
@@ -470,15 +473,15 @@ def expect(q: NDArray, k: NDArray, v: NDArray, **options: Any) -> Expectation:
     out, lse = attention(q, k, v, **options)
     rounded, rounded_lse = rounded_attention(q, k, v, **options)
     if np.dtype(q.dtype).itemsize == 2:
-        floor = 2 * unit_roundoff(q.dtype) * _largest(out)
+        floor = 2 * unit_roundoff(q.dtype) * largest_magnitude(out)
     else:
-        floor = 64 * unit_roundoff(q.dtype) * _largest(v)
-    lse_floor = 1e-4 + 16 * 2.0**-24 * _largest(lse)
+        floor = 64 * unit_roundoff(q.dtype) * largest_magnitude(v)
+    lse_floor = 1e-4 + 16 * 2.0**-24 * largest_magnitude(lse)
     return Expectation(
         out,
         lse,
-        2 * _distance(rounded, out) + floor,
-        2 * _distance(rounded_lse, lse) + lse_floor,
+        2 * largest_distance(rounded, out) + floor,
+        2 * largest_distance(rounded_lse, lse) + lse_floor,
     )
 
 
@@ -527,7 +530,7 @@ class GradExpectation:
         magnitudes compared."""
         actual, expected = (dq, dk, dv), (self.dq, self.dk, self.dv)
         problems = map(mismatch, ("dq", "dk", "dv"), actual, expected, self.bounds)
-        error_q, error_k, error_v = map(_distance, actual, expected)
+        error_q, error_k, error_v = map(largest_distance, actual, expected)
         return GradComparison(
             (error_q, error_k, error_v),
             self.bounds,
@@ -562,7 +565,9 @@ def expect_backward(
     errors = _working_errors(dout, q, k, v, dlse, _Options(**options))
     roundings = 2 * unit_roundoff(q.dtype) if np.dtype(q.dtype).itemsize == 2 else 0.0
     bound_q, bound_k, bound_v = (
-        2 * _distance(plain, right) + roundings * _largest(right) + _largest(error)
+        2 * largest_distance(plain, right)
+        + roundings * largest_magnitude(right)
+        + largest_magnitude(error)
         for plain, right, error in zip(rounded, exact, errors, strict=True)
     )
     return GradExpectation(*exact, (bound_q, bound_k, bound_v))
@@ -613,13 +618,13 @@ def _working_errors(
     return dq, dk, dv
 
 
-def _largest(x: NDArray) -> float:
+def largest_magnitude(x: NDArray) -> float:
     """Largest finite magnitude, 0 if there is none."""
     x = np.asarray(x).astype(np.float64)
     return float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
 
 
-def _distance(actual: NDArray, expected: NDArray) -> float:
+def largest_distance(actual: NDArray, expected: NDArray) -> float:
     """Largest |actual - expected| over the positions where both are finite."""
     if np.shape(actual) != expected.shape:
         return float("inf")

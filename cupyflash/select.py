@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import DeviceInfo, Problem
-from cupyflash.tensor import DType
+from cupyflash.tensor import FP8_DTYPES, DType
 from cupyflash.tuning import (
     BACKWARD_CONVERT_BLOCKS,
     BACKWARD_CONVERT_THREADS,
@@ -39,7 +39,10 @@ from cupyflash.tuning import (
 
 logger = logging.getLogger("cupyflash")
 
-TILED_KERNELS = ("forward", "backward", "backward_keys", "backward_queries")
+FORWARD_KERNELS = ("forward", "forward_fp8")
+"""Kernels of a forward; the second of 8-bit floats."""
+
+TILED_KERNELS = (*FORWARD_KERNELS, "backward", "backward_keys", "backward_queries")
 """Kernels that are made of the rows of ``tuning.py``."""
 
 MAX_HEAD_DIM = 256
@@ -58,8 +61,8 @@ class KernelSpec:
 
     Attributes:
         kernel: what it computes ("forward", "backward", "backward_delta", "backward_convert",
-            "merge", "quantize"; "backward_keys" and "backward_queries", which share the work of
-            "backward").
+            "merge", "quantize"; "forward_fp8", the forward of 8-bit floats; "backward_keys" and
+            "backward_queries", which share the work of "backward").
         family: the code that it is made of ("sm80", "sm90", "sm100"; "any": one for all, which has
             no tiles: widths, tile and stages are 0).
         target: what it is compiled for ("sm_80", "sm_90a", "sm_100f", "sm_120", ...).
@@ -114,8 +117,9 @@ class KernelSpec:
         family = FAMILIES[self.family]
         options = family.options
         if self.kernel != "forward":
-            assert family.backward is not None
-            options = family.backward.options
+            more = family.fp8 if self.kernel == "forward_fp8" else family.backward
+            assert more is not None
+            options = more.options
         defaults = {option.name: option for option in options}
         for name, value in self.options:
             option = defaults.get(name)
@@ -158,6 +162,7 @@ class MapPlan:
         rows: sequence positions in a box.
         swizzle: span in bytes.
         ragged: whether it has rows twice (Note [Ragged maps] in ``kernels_cu/attn/ragged.cuh``).
+        transposed: whether ``chunk`` counts sequence positions and ``rows`` elements of head_dim.
     """
 
     field: str
@@ -166,6 +171,7 @@ class MapPlan:
     rows: int
     swizzle: int
     ragged: bool
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -220,6 +226,35 @@ def spec_for(
         scheduler=tile.scheduler,
         shared_bytes=family.shared_bytes(tile),
         options=family.option_values(tile),
+        general=general,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def fp8_spec_for(
+    family: Family, tile: Tile, target: str, out_dtype: DType, mask: str, general: bool = False
+) -> KernelSpec:
+    """The forward kernel of 8-bit floats of one row of ``tuning.py``, for a type of its output."""
+    assert family.fp8 is not None
+    options = dict(family.fp8.option_values(tile))
+    options["Float16Out"] = int(out_dtype is DType.float16)
+    return KernelSpec(
+        kernel="forward_fp8",
+        family=family.name,
+        target=target,
+        dtype=DType.float8_e4m3fn,
+        head_dim_qk=tile.head_dim_qk,
+        head_dim_v=tile.head_dim_v,
+        mask=mask,
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        stages=tile.stages,
+        threads=tile.threads,
+        min_blocks=tile.min_blocks,
+        cluster=tile.cluster,
+        scheduler=tile.scheduler,
+        shared_bytes=family.fp8.shared_bytes(tile),
+        options=tuple(options.items()),
         general=general,
     )
 
@@ -375,13 +410,17 @@ def candidates(
     found = []
     for family in FAMILIES.values():
         target = target_for(family.name, device.capability) or _DEFAULT_TARGET[family.name]
-        make, tiles = spec_for, family.tiles
+        make, tiles, dtype = spec_for, family.tiles, problem.dtype
+        if kernel == "forward" and dtype in FP8_DTYPES and family.fp8 is not None:
+            make, tiles = fp8_spec_for, family.fp8.tiles
+            assert problem.out_dtype is not None  # a Problem sets it
+            dtype = problem.out_dtype
         if kernel == "backward":
             if family.backward is None:
                 continue
             make, tiles = backward_spec_for, family.backward.tiles
         for tile in tiles:
-            spec = make(family, tile, target, problem.dtype, problem.mask_kind, problem.is_general)
+            spec = make(family, tile, target, dtype, problem.mask_kind, problem.is_general)
             found.append(Candidate(family, tile, spec))
     return tuple(found)
 
@@ -475,6 +514,8 @@ def describe_problem(problem: Problem, lengths: str | None = None, kernel: str =
         f"{kernel}, {lengths}, heads {problem.heads_q}/{problem.heads_kv}, head_dim {width}",
         f"{problem.dtype}, {mask}, softmax_scale {problem.softmax_scale:.6g}",
     ]
+    if problem.scaling is not None:
+        parts.append(f"out {problem.out_dtype}, {problem.scaling}")
     if problem.softcap:
         parts.append(f"softcap {problem.softcap:.6g}")
     if problem.want_lse:
@@ -520,6 +561,19 @@ def tensor_maps(spec: KernelSpec) -> tuple[MapPlan, ...]:
         swizzle = chunk * spec.dtype.itemsize
         return MapPlan(f"{tensor}_map", tensor, chunk, rows, swizzle, ragged=spec.general)
 
+    def byte_plan(tensor: str, width: int, rows: int) -> MapPlan:
+        span = next(span for span in (128, 64, 32) if width % span == 0)
+        return MapPlan(f"{tensor}_map", tensor, span, rows, span, ragged=spec.general)
+
+    if spec.kernel == "forward_fp8":
+        chunk = 64 if spec.head_dim_v % 64 == 0 else 32
+        value_rows = spec.head_dim_v // spec.cluster
+        return (
+            byte_plan("q", spec.head_dim_qk, family.map_rows),
+            byte_plan("k", spec.head_dim_qk, spec.block_n // spec.cluster),
+            MapPlan("v_map", "v", spec.block_n, value_rows, spec.block_n, False, transposed=True),
+            MapPlan("out_map", "out", chunk, family.map_rows, 2 * chunk, ragged=spec.general),
+        )
     return (
         plan("q", spec.head_dim_qk, family.map_rows),
         plan("k", spec.head_dim_qk, spec.block_n // spec.cluster),
@@ -556,7 +610,30 @@ def _forced_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> 
     return None if forced in (None, candidate.family.name) else f"CUPYFLASH_FAMILY={forced} is set"
 
 
+def _fp8_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    if problem.dtype not in FP8_DTYPES:
+        return None
+    scaling, scale = problem.scaling, problem.softmax_scale
+    if candidate.spec.kernel != "forward_fp8":
+        return "has no fp8 kernel yet"
+    if problem.dtype is not DType.float8_e4m3fn:
+        return f"serves float8_e4m3fn, got {problem.dtype}"
+    if scaling is None or not scaling.v_slot:
+        return "takes values that quantize has transposed, not row-major ones yet"
+    if scaling.out:
+        return "writes no 8-bit output yet"
+    if scale is not None and scale <= 0:
+        return f"needs a softmax_scale above 0, got {scale:.6g}"
+    if "seqused_kv" in problem.lengths:
+        return "does not read seqused_kv yet"
+    return None
+
+
 def _dtype_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
+    if candidate.spec.kernel == "forward_fp8":
+        if problem.out_dtype in DTYPES:
+            return None
+        return f"writes float16 and bfloat16, {problem.out_dtype} was asked for"
     if problem.dtype not in DTYPES:
         return f"serves float16 and bfloat16, got {problem.dtype}"
     if problem.out_dtype != problem.dtype:
@@ -614,7 +691,7 @@ def _mask_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> st
 
 def _tile_dtype_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     served = candidate.tile.dtypes
-    if problem.dtype in served:
+    if problem.dtype in served or candidate.spec.kernel == "forward_fp8":
         return None
     return f"this tile serves {', '.join(map(str, served))}, got {problem.dtype}"
 
@@ -661,7 +738,7 @@ def _num_sms_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) ->
 def _tiles_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> str | None:
     batch = 1 if problem.is_packed else problem.batch
     tiles = candidate.spec.m_blocks(problem) * problem.heads_q * batch
-    if candidate.spec.kernel != "forward":  # its workspace has a row for every query
+    if candidate.spec.kernel not in FORWARD_KERNELS:  # its workspace has a row for every query
         rows = tiles * candidate.spec.block_m
         return None if rows <= MAX_TILES else f"{rows} rows exceed the workspace's {MAX_TILES}"
     return None if tiles <= MAX_TILES else f"{tiles} tiles exceed the grid's {MAX_TILES}"
@@ -670,6 +747,7 @@ def _tiles_rule(problem: Problem, device: DeviceInfo, candidate: Candidate) -> s
 FAMILY_RULES = (
     Rule("device", _device_rule),
     Rule("forced family", _forced_rule),
+    Rule("fp8", _fp8_rule),
     Rule("dtype", _dtype_rule),
     Rule("lengths", _general_rule),
     Rule("head_dim", _head_dim_rule),

@@ -19,6 +19,7 @@ from cupyflash import driver as drivers
 from cupyflash.arguments import Call, as_one
 from cupyflash.arrays import Adapter, Array
 from cupyflash.driver import Driver, PreparedLaunch
+from cupyflash.fp8 import DEFAULT_SLOT, Arrangement, Stored
 from cupyflash.launch import (
     CudaBackend,
     EmulatedBackend,
@@ -29,8 +30,8 @@ from cupyflash.launch import (
     in_flight,
     load_kernel,
 )
-from cupyflash.params import DEVICE_LENGTHS
-from cupyflash.problem import as_int, to_bshd
+from cupyflash.params import DEVICE_LENGTHS, SCALES
+from cupyflash.problem import Scaling, as_int, to_bshd
 from cupyflash.select import describe_problem, select
 from cupyflash.tensor import Device, DeviceKind, DType, TensorView
 
@@ -43,6 +44,7 @@ Pointers = tuple[tuple[int, ...], tuple[int, ...]]
 NO_LENGTHS: tuple[None, ...] = (None,) * len(DEVICE_LENGTHS)
 _NO_ADDRESSES = (0,) * len(DEVICE_LENGTHS)
 _NOTHING: Pointers = ((), _NO_ADDRESSES)
+_NO_SCALES = (0,) * len(SCALES)
 
 
 class Configuration:
@@ -139,10 +141,10 @@ class _ForwardConfiguration(Configuration):
             out = self._new_out(self._out_shape)
             out_pointer = pointer(out)
         if not self._has_lse:
-            self.plan.run(stream, q, k, v, out_pointer, 0, *lengths)
+            self.plan.run(stream, q, k, v, out_pointer, 0, *lengths, *_NO_SCALES)
             return out
         lse = self._new_lse(self._lse_shape)
-        self.plan.run(stream, q, k, v, out_pointer, pointer(lse), *lengths)
+        self.plan.run(stream, q, k, v, out_pointer, pointer(lse), *lengths, *_NO_SCALES)
         return out, lse
 
 
@@ -266,7 +268,7 @@ def allocate(call: Call) -> tuple[Array, Array | None]:
     adapter, device = call.adapter, call.views["q"].device
     out = call.arrays.get("out")
     if out is None:
-        out = adapter.empty(_out_shape(call), call.views["q"].dtype, device)
+        out = adapter.empty(_out_shape(call), _out_dtype(call), device)
         view = adapter.view("out", out)
         call.views["out"] = as_one(view) if call.packed else to_bshd(view, call.options.layout)
     lse = None
@@ -279,12 +281,18 @@ def allocate(call: Call) -> tuple[Array, Array | None]:
 def _out_shape(call: Call) -> tuple[int, ...]:
     """Shape of the output in the caller's layout."""
     batch, seqlen, heads, _ = call.views["q"].shape
-    head_dim = call.views["v"].shape[3]
+    head_dim = call.problem.head_dim_v
     if call.packed:
         return seqlen, heads, head_dim
     if call.options.layout == "bhsd":
         return batch, heads, seqlen, head_dim
     return batch, seqlen, heads, head_dim
+
+
+def _out_dtype(call: Call) -> DType:
+    out_dtype = call.problem.out_dtype
+    assert out_dtype is not None  # for the type checker: a Problem sets it
+    return out_dtype
 
 
 def _lse_shape(call: Call) -> tuple[int, ...]:
@@ -415,18 +423,48 @@ def run_on_host(call: Call) -> Any:
     from cupyflash import host  # 10 ms that a GPU's first call does not pay
 
     options, adapter, problem = call.options, call.adapter, call.problem
-    inputs = [_in_bshd(call.arrays[name], options.layout) for name in ("q", "k", "v")]
     starts, common = host_arguments(call)
     out = call.arrays.get("out")
     if out is None:
         padded = call.packed or any(common[name] is not None for name in _USED)
-        shape = (*call.arrays["q"].shape[:-1], problem.head_dim_v)
-        out = (numpy.zeros if padded else numpy.empty)(shape, inputs[0].dtype)
+        make = numpy.zeros if padded else numpy.empty
+        out = make(_out_shape(call), arrays.NUMPY_DTYPES[_out_dtype(call)])
     common.update(want_lse=problem.want_lse, out=_in_bshd(out, options.layout))
-    function = host.attention_varlen if call.packed else host.attention
-    _, lse = function(*inputs, *starts, **common)
+    if problem.scaling is not None:
+        lse = _run_scaled_on_host(call, problem.scaling, starts, common)
+    else:
+        inputs = [_in_bshd(call.arrays[name], options.layout) for name in ("q", "k", "v")]
+        function = host.attention_varlen if call.packed else host.attention
+        _, lse = function(*inputs, *starts, **common)
     result = adapter.give(out) if options.out is None else options.out
     return (result, adapter.give(lse)) if problem.want_lse else result
+
+
+def _run_scaled_on_host(
+    call: Call, scaling: Scaling, starts: tuple[numpy.ndarray, ...], common: dict[str, Any]
+) -> numpy.ndarray | None:
+    """Attention of 8-bit floats; lse where it is wanted."""
+    from cupyflash import host_fp8
+
+    num_sequences = len(starts[0]) - 1 if call.packed else call.problem.batch
+    shapes = {name: call.views[name].shape for name in ("q", "k")}
+    shapes["v"] = (*shapes["k"][:3], call.problem.head_dim_v)
+    stored = {}
+    for name, (batch, seqlen, heads, head_dim) in shapes.items():
+        scale, data = getattr(scaling, name), call.arrays[name]
+        transposed = name == "v" and scaling.v_slot > 0
+        slot = scaling.v_slot if transposed else scale.tokens if scale.kind == "block" else 0
+        kind = "tensor" if scale.kind == "none" else scale.kind
+        arrangement = Arrangement(
+            *(kind, slot or DEFAULT_SLOT, call.packed, (batch, seqlen, heads, head_dim)),
+            num_sequences,
+        )
+        data = data[None] if call.packed else _in_bshd(data, call.options.layout)
+        scales = call.arrays.get(f"{name}_scale", numpy.ones((), numpy.float32))
+        stored[name] = Stored(data.view(numpy.uint8), scales, arrangement, transposed)
+    out_scale = call.arrays.get("out_scale", numpy.ones((), numpy.float32))
+    q, k, v = stored["q"], stored["k"], stored["v"]
+    return host_fp8.attention(q, k, v, starts, out_scale=float(out_scale), **common)
 
 
 _USED = ("seqused_q", "seqused_kv")

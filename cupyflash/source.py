@@ -129,6 +129,7 @@ def find_packaged(relative: str) -> Path | None:
 
 _LAYOUTS = {
     "forward": "ForwardLayout",
+    "forward_fp8": "ForwardLayout",
     "backward": "BackwardLayout",
     "backward_keys": "BackwardLayout",
     "backward_queries": "QueriesLayout",
@@ -136,7 +137,7 @@ _LAYOUTS = {
 }
 """The map of shared memory of a kernel, whose size ``tuning.py`` knows too."""
 
-_PARAMS = {"forward": FORWARD, "merge": MERGE, "quantize": QUANTIZE}
+_PARAMS = {"forward": FORWARD, "forward_fp8": FORWARD, "merge": MERGE, "quantize": QUANTIZE}
 """The launch struct of a kernel; those of a backward pass share one."""
 
 
@@ -173,7 +174,10 @@ CF_KERNEL({spec.name}, {layout.cpp_name}, {spec.threads}, {spec.min_blocks}, {sp
 
 
 def _config_members(spec: KernelSpec) -> list[str]:
-    element = f"using Element = {_ELEMENTS[spec.dtype]}"
+    dtype = spec.dtype
+    if spec.kernel == "forward_fp8":  # that of the output
+        dtype = DType.float16 if spec.option("Float16Out") else DType.bfloat16
+    element = f"using Element = {_ELEMENTS[dtype]}"
     if spec.kernel == "backward_convert":
         numbers: tuple[tuple[str, int], ...] = (
             ("Threads", spec.threads),

@@ -40,6 +40,10 @@ class DType(enum.Enum):
         return self.name
 
 
+FP8_DTYPES = (DType.float8_e4m3fn, DType.float8_e5m2)
+"""8-bit floats, which have scales."""
+
+
 class DeviceKind(enum.Enum):
     """Where an array lives. ``emulated`` is the CPU emulator of the kernels, for tests."""
 

@@ -77,14 +77,17 @@ DQ_ORDER = ("DqUnitRows", "DqUnitColumns", "DqTransposed", "DqVector")
 
 
 @dataclass(frozen=True, eq=False)
-class Backward:
-    """The backward kernels of a family, ``kernels_cu/<family>/backward.cuh``.
+class Kernels:
+    """More kernels of a family: those of ``kernels_cu/<family>/backward.cuh``, and those of
+    ``forward_fp8.cuh`` (8-bit floats).
 
     Attributes:
-        options: parameters of its Config beyond the common ones; those of ``DQ_ORDER`` first.
-        tiles: rows in order of preference; ``block_m`` queries and ``block_n`` keys, ``stages`` of
-            the rings of queries and of output gradients.
-        shared_bytes: dynamic shared memory of a tile, ``BackwardLayout<Config>::kBytes``.
+        options: parameters of their Config beyond the common ones; of a backward those of
+            ``DQ_ORDER`` first.
+        tiles: rows in order of preference; of a backward ``block_m`` queries and ``block_n`` keys,
+            ``stages`` of the rings of queries and of output gradients.
+        shared_bytes: dynamic shared memory of a tile, ``BackwardLayout<Config>::kBytes`` or
+            ``ForwardLayout<Config>::kBytes``.
     """
 
     options: tuple[Option, ...]
@@ -117,6 +120,7 @@ class Family:
         sets_registers: whether the kernel moves registers between its warps (setmaxnreg), which
             hangs unless ptxas gave it exactly what its launch bounds allow.
         backward: its backward kernels.
+        fp8: its forward kernels of 8-bit floats.
     """
 
     name: str
@@ -128,7 +132,8 @@ class Family:
     general: bool = False
     claims_tiles: bool = False
     sets_registers: bool = False
-    backward: Backward | None = None
+    backward: Kernels | None = None
+    fp8: Kernels | None = None
 
     def device_bytes(self, tile: Tile) -> int:
         """Shared memory of a block that a device must offer for a row:
@@ -233,7 +238,7 @@ def _sm80_backward(
 
 
 # fmt: off
-_SM80_BACKWARD = Backward(
+_SM80_BACKWARD = Kernels(
     options=(
         Option("DqUnitRows", 16),
         Option("DqUnitColumns", 16),
@@ -457,7 +462,7 @@ def _sm90_split_backward(widths: tuple[int, int], stages: int, date: str, reason
 
 
 # fmt: off
-_SM90_BACKWARD = Backward(
+_SM90_BACKWARD = Kernels(
     options=(
         Option("DqUnitRows", 64),
         Option("DqUnitColumns", 64),
@@ -483,6 +488,80 @@ _SM90_BACKWARD = Backward(
 # fmt: on
 
 
+# --- sm90, 8-bit floats -------------------------------------------------------------------------
+
+
+def _sm90_fp8_bytes(tile: Tile) -> int:
+    """Q, the K and V rings, the output in 16 bits, the scales of each stage, descriptions of tiles
+    and two tickets; then barriers: two for each query tile, four a stage, two a tile slot, two a
+    ticket."""
+    given = {option.name: option.default for option in _SM90_FP8_OPTIONS} | dict(tile.options)
+    query_tiles = given["QStages"] * given["ConsumerWarpgroups"]
+    return (
+        query_tiles * 64 * tile.head_dim_qk
+        + tile.stages * tile.block_n * (tile.head_dim_qk + tile.head_dim_v)
+        + _tile_bytes(tile.block_m, tile.head_dim_v)
+        + 32 * tile.stages
+        + 64 * given["TileSlots"]
+        + 16
+        + BARRIER_BYTES * (2 * query_tiles + 4 * tile.stages + 2 * given["TileSlots"] + 4)
+    )
+
+
+_SM90_FP8_OPTIONS = (
+    Option("ConsumerWarpgroups", 2),
+    Option("PingPong", 1),
+    Option("QStages", 1),
+    Option("PairHeads", 0, "heads"),
+    Option("TileSlots", 3),
+    Option("Overlap", 0),
+    Option("TwoLevel", 0, "twolevel"),
+    Option("Float16Out", 0, "outf16"),
+)
+
+
+def _sm90_fp8(
+    widths: tuple[int, int],
+    warpgroups: int,
+    stages: int,
+    date: str,
+    reason: str,
+    max_seqlen: int | None = None,
+    **options: int,
+) -> Tile:
+    given = (("ConsumerWarpgroups", warpgroups), *options.items())
+    return Tile(
+        *(*widths, 64 * warpgroups, 128, stages, 128 * (1 + warpgroups), reason, date),
+        scheduler="persistent",
+        options=given,
+        max_seqlen=max_seqlen,
+    )
+
+
+# Probes of the bare loop on an H200 (2026-11-29): at 128 three warpgroups without overlap reached
+# 1002 to 1046 TFLOP/s, two with overlap 921 to 986; at 64 three, with overlap, 715 to 726; at 256
+# two, with overlap, 1215 to 1257. Sums of two levels where there are many keys.
+_MANY_KEYS = 32768
+# fmt: off
+_SM90_FP8 = Kernels(
+    options=_SM90_FP8_OPTIONS,
+    shared_bytes=_sm90_fp8_bytes,
+    tiles=(
+        _sm90_fp8(( 64,  64), 3, 4, "2026-12-07", "not timed", _MANY_KEYS, Overlap=1),
+        _sm90_fp8(( 64,  64), 3, 4, "2026-12-07", "not timed", TwoLevel=1),
+        _sm90_fp8(( 96,  96), 3, 4, "2026-12-07", "not timed", _MANY_KEYS, Overlap=1),
+        _sm90_fp8(( 96,  96), 2, 4, "2026-12-07", "not timed", TwoLevel=1),
+        _sm90_fp8((128, 128), 3, 4, "2026-12-07", "not timed", _MANY_KEYS),
+        _sm90_fp8((128, 128), 2, 4, "2026-12-07", "not timed", TwoLevel=1),
+        _sm90_fp8((192, 128), 3, 3, "2026-12-07", "not timed", _MANY_KEYS),
+        _sm90_fp8((192, 128), 2, 3, "2026-12-07", "not timed", TwoLevel=1),
+        _sm90_fp8((192, 192), 2, 3, "2026-12-07", "not timed", Overlap=1),
+        _sm90_fp8((256, 256), 2, 2, "2026-12-07", "not timed", Overlap=1),
+    ),
+)
+# fmt: on
+
+
 # fmt: off
 SM90 = Family(
     name="sm90",
@@ -501,6 +580,7 @@ SM90 = Family(
     claims_tiles=True,
     sets_registers=True,
     backward=_SM90_BACKWARD,
+    fp8=_SM90_FP8,
     tiles=(
         # Figures: bf16, TFLOP/s at 16k, 4k, 1k tokens, one sustained run on an H200. Pairs of
         # blocks on neighbouring queries gain where both visit the same keys; under a mask they wait
@@ -583,7 +663,7 @@ def _sm100_backward(width: int, dout_stages: int, date: str, reason: str) -> Til
     )
 
 
-_SM100_BACKWARD = Backward(
+_SM100_BACKWARD = Kernels(
     options=(
         Option("DqUnitRows", 128),
         Option("DqUnitColumns", 32),

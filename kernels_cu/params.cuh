@@ -69,6 +69,30 @@ struct ForwardParams {
   // scales above are those of what comes out, 1 and log2(e).
   float softcap;
   float softcap_slope;  // softmax_scale / softcap
+
+  // Of 8-bit floats only; zero otherwise. value = data * scale. A null scale is 1. That of token t
+  // of sequence b and of a head of the operand is
+  //   scale[b * stride_batch + head * stride_head + (first(b) + (t >> tokens_log2)) * stride_block]
+  // with first(b) = (cu_seqlens[b] >> tokens_log2) + b where sequences are packed, otherwise 0;
+  // strides along which the kind has one scale are 0.
+  const float* q_scale;    // [], [batch, heads_q], or [batch, heads_q, blocks or tokens]
+  const float* k_scale;    // [], [batch, heads_kv], or [batch, heads_kv, blocks]; packed: without
+  const float* v_scale;    // the batch where there are blocks or tokens
+  const float* out_scale;  // [], of an 8-bit out: data = value / scale, saturated
+  // Row-major v has v_stride_dim 1. Transposed v is [batch, heads_kv, width, v_columns] (packed
+  // without the batch), with the tokens of each sixteen in the order of fp8.MMA_ORDER: its
+  // v_stride_seqlen is 1, v_stride_dim that from one channel to the next. Token t of sequence b is
+  // in slot (cu_seqlens[b] >> v_slot_log2) + b + (t >> v_slot_log2) where sequences are packed.
+  int64_t v_stride_dim;
+  int64_t q_scale_stride_batch, q_scale_stride_head, q_scale_stride_block;
+  int64_t k_scale_stride_batch, k_scale_stride_head, k_scale_stride_block;
+  int64_t v_scale_stride_batch, v_scale_stride_head, v_scale_stride_block;
+  // A ScaleKind (any/quantize_params.cuh), and log2 of the tokens of a block: 6, 7, otherwise 0.
+  int32_t q_scale_kind, q_scale_tokens_log2;
+  int32_t k_scale_kind, k_scale_tokens_log2;
+  int32_t v_scale_kind, v_scale_tokens_log2;
+  int32_t v_slot_log2;  // log2 of the tokens of a slot of transposed v, 6 or 7; 0: v is row-major
+  int32_t v_columns;    // slot tokens of a head of transposed v: its extent along the tokens
 };
 
 }  // namespace cf

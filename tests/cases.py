@@ -9,6 +9,7 @@ tagged WRAP are still large enough to wrap every ring of a kernel (``test_forwar
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash import reference
+from cupyflash import Quantized, fp8, quantize, reference, reference_fp8
+from cupyflash.reference_fp8 import Scaled
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -576,16 +578,20 @@ class GeneralCase:
 
     def _inputs_of(self, b: int) -> tuple[tuple[NDArray, NDArray, NDArray], dict[str, Any]]:
         """q, k and v of a sequence as a batch of one, and its mask in the reference's terms."""
+        q, k, v = (self.sequence(x, which, b)[None] for x, which in zip(self.inputs, (0, 1, 1)))
+        return (q, k, v), self.bounds_of(b)
+
+    def bounds_of(self, b: int) -> dict[str, Any]:
+        """The mask and the soft cap of a sequence in the reference's terms."""
         left, right = self.window or (None, None)
         if self.causal:
             right = 0 if right is None else min(right, 0)
-        q, k, v = (self.sequence(x, which, b)[None] for x, which in zip(self.inputs, (0, 1, 1)))
-        shift = k.shape[1] - q.shape[1] if self.align == "bottom_right" else 0
+        used_q, used_kv = (used[b] for used in self._used)
+        shift = used_kv - used_q if self.align == "bottom_right" else 0
         for offset, sign in ((self.q_offset, 1), (self.kv_offset, -1)):
             if offset is not None:
                 shift += sign * (offset if isinstance(offset, int) else offset[b])
-        bounds = {"left": left, "right": right, "shift": shift, "softcap": self.softcap}
-        return (q, k, v), bounds
+        return {"left": left, "right": right, "shift": shift, "softcap": self.softcap}
 
     @cached_property
     def _expected(self) -> tuple[reference.Expectation, ...]:
@@ -634,17 +640,24 @@ class GeneralCase:
             return "gradients of rows of no sequence are not 0"
         return None
 
-    def problem_with(self, out: NDArray, lse: NDArray, cleared: bool) -> str | None:
+    def problem_with(
+        self,
+        out: NDArray,
+        lse: NDArray,
+        cleared: bool,
+        expectations: tuple[reference.Expectation, ...] | None = None,
+    ) -> str | None:
         """What is wrong with a result, or None.
 
         Args:
             out: as the call returned it.
             lse: [heads, total] or [batch, heads, seqlen].
             cleared: whether rows of no sequence must be 0; otherwise they must still be NaN.
+            expectations: what each sequence must give; None: what the inputs give.
         """
         by_row = lse.T if self.packed else lse.transpose(0, 2, 1)
         rest_out, rest_lse = out.astype(np.float32), by_row.copy()
-        for b, expected in enumerate(self._expected):
+        for b, expected in enumerate(expectations or self._expected):
             rows = self.sequence(out, 0, b)[None]
             row_lse = self.sequence(by_row, 0, b)[None].transpose(0, 2, 1)
             comparison = expected.compare(rows, row_lse)
@@ -719,9 +732,182 @@ GENERAL: tuple[GeneralCase, ...] = (
 )  # fmt: skip
 
 
+# --- 8-bit floats ---------------------------------------------------------------------------------
+
+HEADS, TOKENS_128, TOKENS_64, TOKEN = (None, None), (128, None), (64, None), (1, None)
+"""Blocks of ``quantize`` by what shares a scale; None is the whole tensor."""
+
+
+@dataclass(frozen=True)
+class Fp8Case:
+    """A general case whose inputs are quantized, or given as plain e4m3 arrays.
+
+    Attributes:
+        of: the case; its inputs are what is quantized.
+        blocks: of q, k and v.
+        hadamard_seed: of q and k.
+        plain: whether arrays of e4m3 numbers are given in place of ``Quantized``; of the blocks
+            "tensor" and "head" are possible then, and 0 for no scale.
+        out_dtype: of the output.
+    """
+
+    of: GeneralCase
+    blocks: tuple[Any, Any, Any] = (TOKENS_128,) * 3
+    hadamard_seed: int | None = None
+    plain: bool = False
+    out_dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return self.of.name
+
+    @cached_property
+    def quantized(self) -> tuple[Quantized, Quantized, Quantized]:
+        """q, k and v as ``quantize`` makes them, NumPy arrays. Of plain arrays these are only a
+        step on the way."""
+        made = []
+        for role, x, block in zip("qkv", self.of.inputs, self.blocks):
+            starts = self.of.lengths.get("cu_seqlens_q" if role == "q" else "cu_seqlens_kv")
+            seed = self.hadamard_seed if role in "qk" else None
+            block = HEADS if block == 0 else block
+            made.append(quantize(x, role, block=block, hadamard_seed=seed, cu_seqlens=starts))
+        return made[0], made[1], made[2]
+
+    @cached_property
+    def _stored(self) -> tuple[fp8.Stored, fp8.Stored, fp8.Stored]:
+        found = []
+        for x, block in zip(self.quantized, self.blocks):
+            arrangement = fp8.arrangement_of(x, self.of.batch if self.of.packed else None)
+            data = x.data[None] if self.of.packed else x.data
+            scale = x.scale if block != 0 else np.ones_like(x.scale)
+            found.append(fp8.Stored(data, scale, arrangement, x.role == "v"))
+        return found[0], found[1], found[2]
+
+    @cached_property
+    def operands(self) -> tuple[tuple[Any, Any, Any], dict[str, NDArray]]:
+        """q, k and v as the public call takes them, and arrays of scales; NumPy arrays."""
+        if not self.plain:
+            return self.quantized, {}
+        arrays, scales = [], {}
+        for name, stored, block in zip("qkv", self._stored, self.blocks):
+            batch, seqlen, heads, head_dim = stored.arrangement.shape
+            data = np.full((batch, seqlen, heads, head_dim), 0x7F, np.uint8)  # NaN
+            starts = self.of.lengths.get("cu_seqlens_q" if name == "q" else "cu_seqlens_kv")
+            for rows in fp8.sequences(stored.arrangement, starts):
+                numbers = fp8.round_e4m3(stored.numbers(rows))
+                data[rows.batch, rows.first : rows.first + rows.length] = numbers
+            data = data[0] if self.of.packed else data
+            arrays.append(data.view(ml_dtypes.float8_e4m3fn))
+            if block != 0:
+                scales[f"{name}_scale"] = stored.scale
+        return (arrays[0], arrays[1], arrays[2]), scales
+
+    def scaled_of(self, b: int) -> tuple[Scaled, Scaled, Scaled]:
+        """q, k and v of a sequence as the references take them, a batch of one."""
+        found = []
+        for which, stored in zip((0, 1, 1), self._stored):
+            lengths = self.of.lengths
+            starts = lengths.get(("cu_seqlens_q", "cu_seqlens_kv")[which])
+            rows = list(fp8.sequences(stored.arrangement, starts))[b]
+            used = lengths.get(("seqused_q", "seqused_kv")[which])
+            if used is not None:
+                rows = dataclasses.replace(rows, length=int(used[b]))
+            found.append(Scaled(stored.numbers(rows)[None], stored.scales(rows)[None]))
+        return found[0], found[1], found[2]
+
+    @cached_property
+    def expectations(self) -> tuple[reference.Expectation, ...]:
+        """What any path must give for each sequence, with probabilities rounded to e4m3 or not."""
+        dtype = DTYPES[self.out_dtype]
+        return tuple(
+            reference_fp8.expect(*self.scaled_of(b), out_dtype=dtype, **self.of.bounds_of(b))
+            for b in range(self.of.batch)
+        )
+
+    def nan_output(self) -> NDArray:
+        return self.of.nan_output().astype(DTYPES[self.out_dtype])
+
+    def problem_with(self, out: NDArray, lse: NDArray, cleared: bool) -> str | None:
+        """As ``GeneralCase.problem_with``."""
+        return self.of.problem_with(out, lse, cleared, self.expectations)
+
+
+def _fp8(name: str, lens_q: Any, lens_kv: Any, *tags: str, **fields: Any) -> Fp8Case:
+    own = {field.name for field in dataclasses.fields(Fp8Case)}
+    of = {key: value for key, value in fields.items() if key not in own}
+    rest = {key: value for key, value in fields.items() if key in own}
+    return Fp8Case(_general(f"fp8_{name}", lens_q, lens_kv, EMULATED, *tags, **of), **rest)
+
+
+_DENSE: dict[str, Any] = {"packed": False, "extra": 0}
+
+FP8: tuple[Fp8Case, ...] = (
+    _fp8("ring_wraps", (260,), (700,), WRAP, **_DENSE, heads_q=3,
+         blocks=(TOKEN, TOKENS_64, TOKENS_128)),
+    _fp8("causal_ring_wraps", (400,), (1100,), WRAP, **_DENSE, heads_q=3, causal=True,
+         blocks=(HEADS, TOKENS_128, TOKENS_64)),
+    _fp8("packed_ring_wraps", (300, 400), (900, 1000), WRAP, heads_q=3, causal=True),
+    _fp8("blocks", (200,) * 2, (300,) * 2, **_DENSE, heads_q=4, heads_kv=2),
+    _fp8("blocks_of_64", (130,), (333,), **_DENSE, blocks=(TOKENS_64,) * 3),
+    _fp8("tokens_of_q", (130,), (260,), RACE, **_DENSE, blocks=(TOKEN, TOKENS_64, TOKENS_128)),
+    _fp8("heads", (70,) * 3, (200,) * 3, **_DENSE, blocks=(HEADS,) * 3, heads_q=6, heads_kv=2),
+    _fp8("tensor", (70,) * 2, (200,) * 2, **_DENSE, blocks=(None,) * 3, causal=True),
+    _fp8("mixed", (129,), (129,), **_DENSE, blocks=(None, TOKENS_128, HEADS), causal=True),
+    _fp8("plain", (70,) * 2, (200,) * 2, RACE, **_DENSE, blocks=(HEADS, HEADS, HEADS), plain=True,
+         heads_q=4, heads_kv=2, causal=True),
+    _fp8("plain_tensor", (70,), (200,), **_DENSE, blocks=(None, HEADS, None), plain=True),
+    _fp8("plain_without_scales", (70,), (200,), **_DENSE, blocks=(0, 0, 0), plain=True),
+    _fp8("plain_packed", (70, 0, 33), (200, 5, 0), blocks=(HEADS, 0, HEADS), plain=True,
+         causal=True),
+    _fp8("causal", (200,), (200,), **_DENSE, causal=True, out_dtype="float16"),
+    _fp8("causal_more_queries", (300,), (40,), RACE, **_DENSE, causal=True),
+    _fp8("causal_top_left", (150,), (300,), **_DENSE, causal=True, align="top_left"),
+    _fp8("window", (300,), (300,), RACE, **_DENSE,
+         window=(60, 7), blocks=(TOKEN, TOKENS_64, TOKENS_64)),
+    _fp8("softcap", (100,), (200,), **_DENSE, softcap=2.0),
+    _fp8("no_keys", (5,), (0,), **_DENSE),
+    _fp8("one_key", (70,), (1,), **_DENSE),
+    _fp8("mqa", (33,) * 2, (100,) * 2, **_DENSE, heads_q=5),
+    _fp8("rotated", (100,), (260,), **_DENSE, hadamard_seed=11, data="outliers"),
+    _fp8("outliers", (100,), (260,), **_DENSE, data="outliers", blocks=(TOKEN, TOKENS_64, HEADS)),
+    _fp8("structured", (100,), (260,), **_DENSE, data="structured"),
+    _fp8("large_scores", (64,), (300,), **_DENSE, data="large"),
+    _fp8("rising", (64,), (600,), **_DENSE, data="rising", blocks=(TOKENS_128, TOKENS_64, HEADS)),
+    _fp8("falling", (64,), (600,), **_DENSE, data="falling"),
+    _fp8("jump", (64,), (600,), **_DENSE, data="jump"),
+    _fp8("drop", (64,), (600,), **_DENSE, data="drop"),
+    _fp8("dominant", (130,), (260,), **_DENSE, data="dominant", causal=True),
+    *(
+        _fp8(f"head_dim_{head_dim}_{head_dim_v}_{kind}", (140,), (270,), **_DENSE,
+             head_dim=head_dim, head_dim_v=head_dim_v, causal=kind == "causal",
+             blocks=(TOKENS_128, TOKENS_64, TOKENS_128), heads_q=2)
+        for head_dim, head_dim_v in
+        ((96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72))
+        for kind in ("full", "causal")
+    ),
+    _fp8("packed", (100, 1, 0, 130), (300, 0, 5, 129), RACE,
+         blocks=(TOKEN, TOKENS_64, TOKENS_128)),
+    _fp8("packed_causal", (100, 1, 0, 70), (100, 1, 0, 170), RACE, causal=True, heads_q=4,
+         heads_kv=2),
+    _fp8("packed_used", (100, 5, 200), (300, 40, 129), RACE, causal=True, used_q=(90, 0, 128),
+         used_kv=(256, 40, 1), blocks=(TOKENS_64, TOKENS_128, TOKENS_64)),
+    _fp8("packed_heads", (100, 5), (150, 40), window=(30, 5), blocks=(HEADS, None, HEADS)),
+    _fp8("padded_used", (150,) * 3, (260,) * 3, packed=False, used_q=(150, 0, 70),
+         used_kv=(260, 33, 0)),
+    _fp8("offsets", (100, 5), (300, 40), causal=True, align="top_left", q_offset=(3, 0),
+         kv_offset=(0, 2)),
+)  # fmt: skip
+"""Attention of 8-bit floats. Scale kinds, masks, groups, packed sequences, widths, and data that is
+hard to scale. All are small enough for the emulator; RACE and WRAP as above."""
+
+
 def tagged_general(*tags: str) -> tuple[GeneralCase, ...]:
     """The general cases that carry every one of these tags."""
     return tuple(case for case in GENERAL if case.tags.issuperset(tags))
+
+
+def tagged_fp8(*tags: str) -> tuple[Fp8Case, ...]:
+    """The cases of 8-bit floats that carry every one of these tags."""
+    return tuple(case for case in FP8 if case.of.tags.issuperset(tags))
 
 
 def tagged(*tags: str) -> tuple[Case, ...]:
@@ -729,6 +915,6 @@ def tagged(*tags: str) -> tuple[Case, ...]:
     return tuple(case for case in FORWARD if case.tags.issuperset(tags))
 
 
-_names = [case.name for case in (*FORWARD, *GENERAL)]
+_names = [case.name for case in (*FORWARD, *GENERAL, *(case.of for case in FP8))]
 if len(set(_names)) != len(_names):
     raise ValueError("two forward cases share a name")

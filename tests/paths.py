@@ -7,6 +7,7 @@ needs a GPU.
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.cases import Case, GeneralCase, Placed
+from tests.cases import Case, Fp8Case, GeneralCase, Placed
 
 TARGETS = ("sm_80", "sm_90a", "sm_100f")
 SCHEDULES = (("early", 0), ("late", 0), ("random", 1), ("random", 2))
@@ -199,6 +200,27 @@ def run_general(
     if given_output:
         options["out"] = path.array(case.nan_output())
     out, lse = cupyflash.attention(*arrays, return_lse=True, **options, **case.options, **more)
+    return path.numpy(out), path.numpy(lse)
+
+
+def run_fp8(path: Path, case: Fp8Case, given_output: bool, **more: Any) -> tuple[NDArray, NDArray]:
+    """The public call for a case of 8-bit floats, as ``run_general``."""
+    import cupyflash
+
+    (q, k, v), scales = case.operands
+    moved = []
+    for x in (q, k, v):
+        if isinstance(x, cupyflash.Quantized):
+            x = dataclasses.replace(x, data=path.array(x.data), scale=path.array(x.scale))
+            moved.append(x)
+        else:
+            moved.append(path.array(x))
+    options = {name: path.array(x) for name, x in {**case.of.lengths, **scales}.items()}
+    options["out_dtype"] = case.out_dtype
+    if given_output:
+        options["out"] = path.array(case.nan_output())
+    options |= case.of.options
+    out, lse = cupyflash.attention(*moved, return_lse=True, **options, **more)
     return path.numpy(out), path.numpy(lse)
 
 

@@ -256,6 +256,9 @@ def test_a_wrong_call_is_refused_while_tracing() -> None:
         attend(num_sms=4)
     with pytest.raises(cupyflash.UnsupportedError, match="q_scale: scales belong to fp8"):
         attend(q_scale=np.ones(1))
+    eighths = [x.astype(jax.numpy.float8_e4m3fn) for x in (q, k, v)]
+    with pytest.raises(cupyflash.UnsupportedError, match="no graphs of fp8 arrays"):
+        jax.jit(cupyflash.attention)(*eighths)
     with pytest.raises(TypeError, match="softmax_scale: expected a value .* JAX tracer"):
         jax.jit(lambda q, scale: cupyflash.attention(q, k, v, softmax_scale=scale))(q, 0.5)
     with pytest.raises(TypeError, match="softmax_scale: expected a number known to the host"):

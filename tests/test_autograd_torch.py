@@ -466,6 +466,9 @@ def test_graphs_refuse_what_they_cannot_express() -> None:
         compiled(lambda *x: cupyflash.attention(*x, out_dtype=torch.float32))(q, k, v)
     with pytest.raises(Exception, match="scales belong to fp8"):
         compiled(lambda *x: cupyflash.attention(*x, q_scale=q))(q, k, v)
+    eighths = [x.detach().to(torch.float8_e4m3fn) for x in (q, k, v)]
+    with pytest.raises(Exception, match="no graphs of fp8 arrays"):
+        compiled(cupyflash.attention)(*eighths)
     with pytest.raises(cupyflash.UnsupportedError, match="stream: autograd"):
         compiled(lambda *x: cupyflash.attention(*x, stream=1), fullgraph=False)(q, k, v)
     with pytest.raises(ValueError, match="align: expected one of"):

@@ -21,13 +21,15 @@ import cupyflash
 from cupyflash import arrays, driver, launch, serve
 from cupyflash.cache import CacheEntry
 from cupyflash.errors import DriverError, UnsupportedError
-from cupyflash.params import FORWARD
+from cupyflash.params import FORWARD, SCALE_KINDS
 from cupyflash.problem import (
     MAX_SEQLEN,
     UNBOUNDED,
     DeviceInfo,
     Mask,
+    OperandScale,
     Problem,
+    Scaling,
     make_problem,
     ragged_fault,
     ragged_strides,
@@ -331,6 +333,69 @@ def test_parameters_of_capped_scores():
     assert plain["softcap"] == plain["softcap_slope"] == 0
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_parameters_of_scales(packed):
+    """Whatever kernel takes them: no family has one, so that of a 16-bit type stands in."""
+    names = ("cu_seqlens_q", "cu_seqlens_kv") if packed else ()
+    problem, views = general(names, total=(300, 500) if packed else None)
+    scaling = Scaling(
+        q=OperandScale("token", 1), k=OperandScale("block", 64), v=OperandScale("head"), v_slot=128
+    )
+    columns = 128 * (500 // 128 + 2) if packed else 512
+    batches = 1 if packed else 2
+    transposed = (batches, 2, 128, columns)
+    strides = (0 if packed else 2 * 128 * columns, 128 * columns, columns, 1)
+    views["v"] = view(transposed, 0x30000, strides).permuted((0, 3, 1, 2))
+    shapes = {"q": (2, 8, 300), "k": (2, 2, 8), "v": (2, 2)}
+    if packed:
+        shapes |= {"q": (8, 302), "k": (2, 500 // 64 + 2)}
+    for position, (name, shape) in enumerate(shapes.items()):
+        own = (0, 1) if name == "v" else None  # a broadcast array of scales of heads
+        pointer = 0x70000 + 0x1000 * position
+        views[f"{name}_scale"] = view(shape, pointer, own, DType.float32)
+    made = launch_of(dataclasses.replace(problem, scaling=scaling), views)
+    values = FORWARD.unpack(made.params)
+    found = {name: values[name] for name in values if "_scale" in name and name[0] in "qkv"}
+    assert found == {
+        "q_scale": 0x70000,
+        "q_scale_stride_batch": 0 if packed else 8 * 300,
+        "q_scale_stride_head": 302 if packed else 300,
+        "q_scale_stride_block": 1,
+        "q_scale_kind": SCALE_KINDS.index("token"),
+        "q_scale_tokens_log2": 0,
+        "k_scale": 0x71000,
+        "k_scale_stride_batch": 0 if packed else 16,
+        "k_scale_stride_head": 9 if packed else 8,
+        "k_scale_stride_block": 1,
+        "k_scale_kind": SCALE_KINDS.index("block"),
+        "k_scale_tokens_log2": 6,
+        "v_scale": 0x72000,
+        "v_scale_stride_batch": 0,
+        "v_scale_stride_head": 1,
+        "v_scale_stride_block": 0,
+        "v_scale_kind": SCALE_KINDS.index("head"),
+        "v_scale_tokens_log2": 0,
+    }
+    assert (values["v_slot_log2"], values["v_columns"]) == (7, columns)
+    assert (values["v_stride_seqlen"], values["v_stride_dim"]) == (1, columns)
+    assert values["v_stride_head"] == 128 * columns and values["out_scale"] == 0
+    assert made.pointers[11:] == (0x70000, 0x71000, 0x72000, 0)
+
+
+def test_one_scale_a_tensor_has_no_strides_and_a_missing_one_no_address():
+    problem, views = forward()
+    scaling = Scaling(k=OperandScale("tensor"), out=True)
+    views["k_scale"] = view((), 0x70000, dtype=DType.float32)
+    views["out_scale"] = view((), 0x70010, dtype=DType.float32)
+    values = FORWARD.unpack(launch_of(dataclasses.replace(problem, scaling=scaling), views).params)
+    members = [name for name in values if "_scale" in name and not name.startswith("softmax")]
+    scales = {name: values[name] for name in members if values[name]}
+    assert scales == {"k_scale": 0x70000, "out_scale": 0x70010}
+    assert values["v_stride_dim"] == 1 and values["v_slot_log2"] == values["v_columns"] == 0
+    plain = FORWARD.unpack(launch_of(problem, views).params)
+    assert plain["v_stride_dim"] == 0, "nothing of 8-bit floats is set for others"
+
+
 @pytest.mark.parametrize("align", ["bottom_right", "top_left"])
 @pytest.mark.parametrize("offset", [0, -7, 2**40])
 def test_the_device_adds_to_the_bounds_of_a_general_mask(align, offset):
@@ -365,7 +430,8 @@ def test_parameters_of_packed_sequences():
     made = launch_of(problem, views)
     values = FORWARD.unpack(made.params)
     assert [values[name] for name in names] == [views[name].pointer for name in names]
-    assert list(made.pointers[5:]) == [views[name].pointer for name in names]
+    assert made.pointers[5:11] == tuple(views[name].pointer for name in names)
+    assert not any(made.pointers[11:]), "no scales"
     assert (values["batch"], values["rows_q"], values["rows_kv"]) == (5, 1000, 3000)
     assert values["q_stride_batch"] == values["lse_stride_batch"] == 0
     assert values["lse_stride_head"] == 1000

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from cupyflash import params, select, source, tuning
+from cupyflash import driver, params, select, source, tuning
 from cupyflash.tensor import DType
 
 
@@ -117,6 +117,14 @@ def test_struct_layout_agrees_with_numpy():
     assert layout.size % 64 == 0
     for field in layout.fields:
         assert layout.dtype.fields[field.name][1] == field.offset
+
+
+def test_the_tile_counter_is_the_last_address():
+    for layout in (params.FORWARD, params.BACKWARD):
+        assert layout.pointers[-1] == "tile_counter"
+        addresses = {field.name for field in layout.fields if field.kind == "pointer"}
+        assert len(layout.pointers) == len(addresses) and addresses == set(layout.pointers)
+        assert len(addresses) <= driver.MAX_POINTERS
 
 
 def test_pack_and_unpack():

@@ -59,11 +59,17 @@ def recorder(
     return None
 
 
-def refuse_scales(options: Options) -> None:
-    """Raises for scales, which are arrays that nothing here hands on."""
+def refuse_fp8(options: Options, is_fp8: bool) -> None:
+    """Raises for 8-bit floats and their scales, which nothing here hands on.
+
+    A message fits its line: torch.compile shows the line in place of an exception that it cannot
+    make.
+    """
     for name in ("q_scale", "k_scale", "v_scale", "out_scale"):
         if getattr(options, name) is not None:
-            raise UnsupportedError(f"{name}: scales belong to fp8 arrays, which have no kernel yet")
+            raise UnsupportedError(f"{name}: scales belong to fp8 arrays, not recorded yet")
+    if is_fp8:
+        raise UnsupportedError("q, k, v: no gradients and no graphs of fp8 arrays yet")
 
 
 def no_configuration(*_: Any) -> tuple[None, None, None]:

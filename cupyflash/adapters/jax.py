@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from cupyflash import api
-from cupyflash.adapters import LENGTHS, refuse_scales, xla
+from cupyflash.adapters import LENGTHS, refuse_fp8, xla
 from cupyflash.arguments import Options, resolve
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import as_float, as_int
@@ -72,7 +72,8 @@ def attention(q: Array, k: Array, v: Array, options: Options) -> Any:
         raise ValueError("out: the array is read-only, as all JAX arrays are")
     if options.stream is not None:
         raise UnsupportedError("stream: JAX chooses the stream of what it traces")
-    refuse_scales(options)
+    given = [getattr(x, "dtype", None) for x in (q, k, v)]
+    refuse_fp8(options, any(str(dtype).startswith("float8") for dtype in given))
     q, k, v = (_as_array(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     static, lengths = _static(q, options)
     out, lse = _attend(static, q, k, v, tuple(lengths))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from cupyflash import api
-from cupyflash.adapters import LENGTHS, refuse_scales
+from cupyflash.adapters import LENGTHS, refuse_fp8
 from cupyflash.arguments import Options
 from cupyflash.errors import UnsupportedError
 from cupyflash.problem import as_int
@@ -30,6 +30,7 @@ Settings = dict[str, Any]
 """Keyword arguments of ``attention`` and of ``attention_backward``, without ``LENGTHS``."""
 
 _OFFSETS = ("q_offset", "kv_offset")
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
@@ -46,6 +47,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
         UnsupportedError: a stream. Also raised by the backward of the backward.
     """
     _check(options)
+    refuse_fp8(options, any(getattr(x, "dtype", None) in _FP8 for x in (q, k, v)))
     if torch.compiler.is_compiling():
         return _call_operator(q, k, v, options)
     _check_tangents(q, k, v)
@@ -236,7 +238,6 @@ def _call_operator(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Any:
     """``attention`` in a graph. The operator checks its arguments when it runs."""
     if forward_ad._current_level >= 0:
         raise UnsupportedError("attention has no forward-mode derivative")
-    refuse_scales(options)
     if options.out_dtype is not None and options.out_dtype != q.dtype:
         raise TypeError(f"out_dtype: expected {q.dtype}, as q has, got {options.out_dtype}")
     left, right = (None, None) if options.window is None else options.window

@@ -372,6 +372,22 @@ CF_DEVICE void wgmma_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint32_t b_l
   emulate::wgmma(kForm, d, a, 0, static_cast<uint64_t>(kHighB) << 32 | b_low, accumulate, where);
 }
 
+// --- wgmma_e4m3.cuh ------------------------------------------------------------------------------
+
+template <int kN, uint32_t kHighA, uint32_t kHighB>
+CF_DEVICE void wgmma_e4m3_ss(float (&d)[kN / 2], uint32_t a_low, uint32_t b_low, bool accumulate,
+                             CF_WHERE) {
+  static constexpr emulate::WgmmaForm kForm = {kN, emulate::Format::kE4m3, false, false, false};
+  emulate::wgmma(kForm, d, nullptr, static_cast<uint64_t>(kHighA) << 32 | a_low,
+                 static_cast<uint64_t>(kHighB) << 32 | b_low, accumulate, where);
+}
+template <int kN, uint32_t kHighB>
+CF_DEVICE void wgmma_e4m3_rs(float (&d)[kN / 2], const uint32_t (&a)[4], uint32_t b_low,
+                             bool accumulate, CF_WHERE) {
+  static constexpr emulate::WgmmaForm kForm = {kN, emulate::Format::kE4m3, true, false, false};
+  emulate::wgmma(kForm, d, a, 0, static_cast<uint64_t>(kHighB) << 32 | b_low, accumulate, where);
+}
+
 // --- sm100.cuh -----------------------------------------------------------------------------------
 
 template <int kColumns>
