@@ -226,7 +226,7 @@ def test_what_is_refused_cold_is_refused_warm(stub: Any) -> None:
         ({"deterministic": 0}, TypeError, "deterministic: expected a bool"),
         ({"causal": 0}, TypeError, "causal"),
         ({"return_lse": True}, TypeError, "returns no lse"),
-        ({"out_scale": 1.0}, cupyflash.UnsupportedError, "out_scale"),
+        ({"out_scale": 1.0}, TypeError, "out_scale: scales belong to fp8 arrays"),
         ({"mask": None}, TypeError, "unexpected argument mask"),
         ({"max_seqlen_q": 5}, ValueError, "only with cu_seqlens"),
         ({"dlse": FakeArray((2, 8, 128), numpy.float16)}, TypeError, "dlse: expected float32"),
