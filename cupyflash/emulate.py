@@ -34,7 +34,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from cupyflash import gxx, source
 from cupyflash.errors import EmulationError
-from cupyflash.params import BACKWARD, FORWARD, TensorMapRequest
+from cupyflash.params import TensorMapRequest
 from cupyflash.problem import DeviceInfo
 
 if TYPE_CHECKING:
@@ -499,8 +499,8 @@ class EmulatedDevice:
         counter = None
         if launch.dynamic and self.claims_tiles:
             counter = self.array(numpy.zeros(1, numpy.int32))
-            layout = FORWARD if spec.kernel == "forward" else BACKWARD
-            struct.pack_into("<Q", params, layout.offsets["tile_counter"], counter.pointer)
+            offset = launch.layout.offsets[launch.layout.pointers[-1]]
+            struct.pack_into("<Q", params, offset, counter.pointer)
         self.last_report = run(
             build(source.translation_unit(spec), self._defines, sanitize=self.sanitize),
             launch.grid[0],

@@ -60,6 +60,7 @@ CUDA_LAYERS = {
     "ptx": 1,
     "params.cuh": 1,
     "backward_params.cuh": 1,
+    "backward_fp8_params.cuh": 1,
     "config.cuh": 1,
     "tile": 2,
     "attn": 3,

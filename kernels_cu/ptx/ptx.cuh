@@ -31,6 +31,7 @@ inline constexpr int kMutant = 0;
 #endif
 #if __CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1000
 #include "ptx/wgmma.cuh"
+#include "ptx/wgmma_e4m3.cuh"
 #endif
 #if __CUDA_ARCH__ >= 1000
 #include "ptx/sm100.cuh"

@@ -16,6 +16,7 @@ DEVICE_HEADERS = (
     "sm80.cuh",
     "sm90.cuh",
     "wgmma.cuh",
+    "wgmma_e4m3.cuh",
     "sm100.cuh",
     "unrecorded.cuh",
 )
