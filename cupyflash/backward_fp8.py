@@ -192,7 +192,8 @@ def _scale_strides(view: TensorView, block: fp8.Block, role: str) -> tuple[int, 
     if kind == "tensor":
         return 0, 0, 0, 0
     if kind == "head":
-        return *view.strides, 0, 0
+        by_batch, by_head = view.strides
+        return by_batch, by_head, 0, 0
     by_batch, by_head, by_block = view.strides
     return by_batch, by_head, by_block, tokens.bit_length() - 1
 
