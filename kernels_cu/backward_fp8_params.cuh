@@ -42,8 +42,9 @@ struct BackwardFp8Params {
 // The scale of token `token` of a sequence.
 CF_DEVICE float scale_at(const float* scale, const ScaleStrides& strides, int batch, int head,
                          int token) {
+  const int block = token >> static_cast<int>(strides.tokens_log2);
   return ptx::bits_float(ptx::ldg32(scale + batch * strides.batch + head * strides.head +
-                                    (token >> static_cast<int>(strides.tokens_log2)) * strides.block));
+                                    block * strides.block));
 }
 
 }  // namespace cf

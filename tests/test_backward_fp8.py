@@ -27,6 +27,7 @@ from tests import mutants
 from tests.paths import SCHEDULES, emulated
 
 TARGET = "sm_90a"
+FLOATS = ("row_lse", "row_delta", "dq_sums")  # of the workspace
 
 
 def emulated_test(function: Any) -> Any:
@@ -172,16 +173,30 @@ def cosine(a: NDArray, b: NDArray) -> float:
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
+class Gpu:
+    """What ``run`` needs of an emulated device, of the current GPU."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        from cupyflash.launch import CudaBackend
+
+        backend = CudaBackend(cupy.cuda.Device().id)
+        self.info, self.run = backend.info, backend.run
+        self.array, self.empty = cupy.asarray, cupy.empty
+
+
 def run(
     case: Case,
     grad_dtype: str = "float32",
     delta: bool = False,
     deterministic: bool = False,
+    device: Any = None,
     **options: Any,
 ) -> list[NDArray]:
-    """dq, dk and dv of the kernels on the emulator."""
-    options.setdefault("num_sms", 2)
-    device = emulate.device(TARGET, **options)
+    """dq, dk and dv of the kernels on the emulator, or on another device."""
+    if device is None:
+        device = emulate.device(TARGET, **({"num_sms": 2} | options))
     spec = backward_fp8.fp8_backward_spec(case.problem, device.info, case.block_of)
     made = backward_fp8.fp8_workspace(case.problem, spec, deterministic)
     out, lse, given_delta = case.forward
@@ -195,25 +210,22 @@ def run(
         if transposed is not None:
             placed[f"{name}_t"] = device.array(transposed)
     element = arrays.NUMPY_DTYPES[DType[grad_dtype]]
-    grads = [device.empty(case.tensors[name].shape, element) for name in ("q", "k", "v")]
-    placed |= dict(zip(("dq", "dk", "dv"), grads))
-    adapter = arrays.adapter_for(placed)
-    views = {name: adapter.view(name, array) for name, array in placed.items()}
-    own = {
-        name: device.empty(getattr(made.base, name), np.float32)
-        for name in ("row_lse", "row_delta", "dq_sums")
-    }
+    for name in ("q", "k", "v"):
+        placed[f"d{name}"] = device.empty(case.tensors[name].shape, element)
+    own = {name: device.empty(getattr(made.base, name), np.float32) for name in FLOATS}
     own["slot_scales"] = device.empty(made.slot_scales, np.float32)
     if deterministic:
         own["dq_turns"] = device.empty(made.base.dq_turns, np.int32)
-    addresses = {name: array.pointer for name, array in own.items()}
+    adapter = arrays.adapter_for(placed)
+    views = {name: adapter.view(name, array) for name, array in placed.items()}
+    addresses = {name: adapter.view(name, array).pointer for name, array in own.items()}
     if deterministic:
         addresses["tile_counter"] = addresses["dq_turns"] + made.base.counter_place
     for launch in backward_fp8.fp8_backward_launches(
         case.problem, spec, device.info, views, case.block_of, addresses
     ):
         device.run(launch)
-    return [grad.numpy() for grad in grads]
+    return [adapter.to_numpy(placed[name]) for name in ("dq", "dk", "dv")]
 
 
 # --- the definition -------------------------------------------------------------------------------
@@ -381,6 +393,31 @@ def test_mutant_is_caught(number: int, record_property: Any) -> None:
                 record_property("caught", f"{case} {options}: {str(error).splitlines()[0]}")
                 return
     pytest.fail("every schedule passed, with and without the race detector")
+
+
+# --- a GPU ----------------------------------------------------------------------------------------
+
+LARGE = [
+    Case(4096, 4096, 128, heads_q=2, heads_kv=1),
+    Case(4096, 4096, 64, heads_q=2, right=0),
+    Case(3000, 5000, 128, heads_q=2, heads_kv=2, right=0, blocks=(None, None)),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [*CASES, *CHANGING, *LARGE], ids=str)
+def test_gpu(case: Case, poisoned_pool: Any) -> None:
+    case.check(run(case, device=Gpu()))
+    case.check(run(case, case.dtype, device=Gpu()), case.dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [CHANGING[0], *LARGE], ids=str)
+def test_deterministic_on_a_gpu(case: Case, poisoned_pool: Any) -> None:
+    first, second = (run(case, deterministic=True, device=Gpu()) for _ in range(2))
+    case.check(first)
+    for grad, same in zip(first, second):
+        np.testing.assert_array_equal(grad, same)
 
 
 # --- what is refused, and what is compiled --------------------------------------------------------

@@ -1,6 +1,7 @@
 // Hopper's warpgroup matrix multiply of 8-bit floats, D[64][N] += A[64][32] B[N][32]^T, e4m3
-// operands and float32 accumulators. (PTX ISA, "Asynchronous Warpgroup Level Matrix Multiply-Accumulate";
-// both operands lie along what is summed over: there is no transposed form for 8 bits.)
+// operands and float32 accumulators. (PTX ISA, "Asynchronous Warpgroup Level Matrix
+// Multiply-Accumulate"; both operands lie along what is summed over: there is no transposed form
+// for 8 bits.)
 //
 // Forms, descriptors and accumulators are those of wgmma.cuh, whose lists of operands serve here.
 // Of A in registers a[i] holds four numbers:
