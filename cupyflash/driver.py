@@ -32,8 +32,8 @@ from cupyflash.source import find_packaged
 from cupyflash.tensor import DType
 
 VERSION = 3
-MAX_POINTERS = 24
-MAX_MAPS = 8
+MAX_POINTERS = 32
+MAX_MAPS = 12
 MAX_RANK = 5
 MAX_LAUNCHES = 4
 MAX_BUFFERS = 24

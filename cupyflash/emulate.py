@@ -34,9 +34,8 @@ from numpy.typing import DTypeLike, NDArray
 
 from cupyflash import gxx, source
 from cupyflash.errors import EmulationError
-from cupyflash.params import BACKWARD, FORWARD, TensorMapRequest
+from cupyflash.params import TensorMapRequest
 from cupyflash.problem import DeviceInfo
-from cupyflash.select import FORWARD_KERNELS
 
 if TYPE_CHECKING:
     from cupyflash.launch import Launch
@@ -500,8 +499,8 @@ class EmulatedDevice:
         counter = None
         if launch.dynamic and self.claims_tiles:
             counter = self.array(numpy.zeros(1, numpy.int32))
-            layout = FORWARD if spec.kernel in FORWARD_KERNELS else BACKWARD
-            struct.pack_into("<Q", params, layout.offsets["tile_counter"], counter.pointer)
+            offset = launch.layout.offsets[launch.layout.pointers[-1]]
+            struct.pack_into("<Q", params, offset, counter.pointer)
         self.last_report = run(
             build(source.translation_unit(spec), self._defines, sanitize=self.sanitize),
             launch.grid[0],

@@ -35,7 +35,7 @@ from cupyflash.params import (
 from cupyflash.problem import DeviceInfo, Problem, Scaling, ragged_strides
 from cupyflash.schedule import plan_tiles
 from cupyflash.select import FORWARD_KERNELS, KernelSpec, siblings, tensor_maps
-from cupyflash.tensor import TensorView
+from cupyflash.tensor import DType, TensorView
 
 logger = logging.getLogger("cupyflash")
 
@@ -379,7 +379,7 @@ def prepare(
             TensorMap(
                 offset=request.offset,
                 pointer_idx=layout.pointers.index(tensors[request.offset]),
-                dtype=launch.spec.dtype,
+                dtype=DType.uint8 if request.element_bytes == 1 else launch.spec.dtype,
                 dims=request.dims,
                 strides_bytes=request.strides_bytes,
                 box=request.box,

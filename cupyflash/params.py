@@ -285,6 +285,40 @@ BACKWARD = _layout(
 """Layout of ``cf::BackwardParams``; ``kernels_cu/backward_params.cuh`` says what each member means.
 """
 
+SCALED_BACKWARD = ("q", "k", "v", "dout")
+"""Tensors that come with scales where a backward pass is over 8-bit floats."""
+
+
+def _backward_fp8() -> StructLayout:
+    """The members of ``cf::BackwardFp8Params``: its own, then those of its ``base``."""
+    own = _layout(
+        "cf::BackwardFp8Params",
+        [
+            *((f"{tensor}_t_map", "tensor_map") for tensor in ("q", "k", "dout")),
+            *((f"{tensor}_t", "pointer") for tensor in ("q", "k", "dout")),
+            *((f"{tensor}_scale", "pointer") for tensor in SCALED_BACKWARD),
+            ("slot_scales", "pointer"),
+            *(
+                (f"{tensor}_scales.{member}", "int64")
+                for tensor in SCALED_BACKWARD
+                for member in ("batch", "head", "block", "tokens_log2")
+            ),
+        ],
+        header="backward_fp8_params.cuh",
+    )
+    nested = tuple(
+        Field(f"base.{field.name}", field.kind, own.size + field.offset)
+        for field in BACKWARD.fields
+    )
+    return StructLayout(
+        own.cpp_name, own.fields + nested, own.size + BACKWARD.size, header=own.header
+    )
+
+
+BACKWARD_FP8 = _backward_fp8()
+"""Layout of ``cf::BackwardFp8Params``; ``kernels_cu/backward_fp8_params.cuh`` says what each member
+means."""
+
 MAX_MERGE_PARTS = 32
 """Parts that one launch merges: ``cf::kMaxMergeParts``."""
 

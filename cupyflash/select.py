@@ -29,6 +29,7 @@ from cupyflash.tuning import (
     MERGE_THREADS,
     QUANTIZE_BLOCKS,
     QUANTIZE_THREADS,
+    SM90_FP8_BACKWARD,
     Family,
     Tile,
     device_bytes,
@@ -42,7 +43,9 @@ logger = logging.getLogger("cupyflash")
 FORWARD_KERNELS = ("forward", "forward_fp8")
 """Kernels of a forward; the second of 8-bit floats."""
 
-TILED_KERNELS = (*FORWARD_KERNELS, "backward", "backward_keys", "backward_queries")
+TILED_KERNELS = (
+    *FORWARD_KERNELS, "backward", "backward_keys", "backward_queries", "backward_fp8"
+)  # fmt: skip
 """Kernels that are made of the rows of ``tuning.py``."""
 
 MAX_HEAD_DIM = 256
@@ -62,7 +65,8 @@ class KernelSpec:
     Attributes:
         kernel: what it computes ("forward", "backward", "backward_delta", "backward_convert",
             "merge", "quantize"; "forward_fp8", the forward of 8-bit floats; "backward_keys" and
-            "backward_queries", which share the work of "backward").
+            "backward_queries", which share the work of "backward"; "backward_fp8" and
+            "backward_delta_fp8", over 8-bit floats).
         family: the code that it is made of ("sm80", "sm90", "sm100"; "any": one for all, which has
             no tiles: widths, tile and stages are 0).
         target: what it is compiled for ("sm_80", "sm_90a", "sm_100f", "sm_120", ...).
@@ -284,6 +288,34 @@ def backward_spec_for(
         options=family.backward.option_values(tile),
         general=general,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def backward_fp8_spec(head_dim: int, dtype: DType, mask: str, target: str) -> KernelSpec | None:
+    """The main backward kernel over 8-bit floats for a head_dim, or None.
+
+    Args:
+        head_dim: of all tensors.
+        dtype: of out, and of the gradients unless they are float32.
+        mask: the kind of the mask.
+        target: what it is built for; "sm_90a".
+    """
+    for tile in SM90_FP8_BACKWARD.tiles:
+        if head_dim <= tile.head_dim_qk:
+            spec = backward_spec_for(FAMILIES["sm90"], tile, target, dtype, mask)
+            return dataclasses.replace(
+                spec,
+                kernel="backward_fp8",
+                shared_bytes=SM90_FP8_BACKWARD.shared_bytes(tile),
+                options=SM90_FP8_BACKWARD.option_values(tile),
+            )
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def backward_delta_fp8_spec(dtype: DType, target: str) -> KernelSpec:
+    """The kernel that runs before ``backward_fp8``; ``dtype`` is that of out."""
+    return _helper_spec("backward_delta_fp8", dtype, target, BACKWARD_DELTA_THREADS)
 
 
 @functools.lru_cache(maxsize=256)

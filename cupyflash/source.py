@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from cupyflash.params import BACKWARD, FORWARD, MERGE, QUANTIZE
+from cupyflash.params import BACKWARD, BACKWARD_FP8, FORWARD, MERGE, QUANTIZE
 from cupyflash.select import TILED_KERNELS, KernelSpec
 from cupyflash.tensor import DType
 from cupyflash.tuning import FAMILIES
@@ -133,12 +133,20 @@ _LAYOUTS = {
     "backward": "BackwardLayout",
     "backward_keys": "BackwardLayout",
     "backward_queries": "QueriesLayout",
+    "backward_fp8": "BackwardLayout",
     "quantize": "QuantizeLayout",
 }
 """The map of shared memory of a kernel, whose size ``tuning.py`` knows too."""
 
-_PARAMS = {"forward": FORWARD, "forward_fp8": FORWARD, "merge": MERGE, "quantize": QUANTIZE}
-"""The launch struct of a kernel; those of a backward pass share one."""
+_PARAMS = {
+    "forward": FORWARD,
+    "forward_fp8": FORWARD,
+    "merge": MERGE,
+    "quantize": QUANTIZE,
+    "backward_fp8": BACKWARD_FP8,
+    "backward_delta_fp8": BACKWARD_FP8,
+}
+"""The launch struct of a kernel; the others of a backward pass share one."""
 
 
 def _text(spec: KernelSpec) -> str:

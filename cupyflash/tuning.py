@@ -562,6 +562,45 @@ _SM90_FP8 = Kernels(
 # fmt: on
 
 
+def _sm90_fp8_backward_bytes(tile: Tile) -> int:
+    """K, K^T and V, the rings of Q and dO, both also transposed, two tiles of dS, one of dQ in
+    float32; rows of row_lse and row_delta and the scale of q a stage, two of eight largest dS, two
+    descriptions of tiles; then barriers as in 16 bits."""
+    width = tile.head_dim_qk
+    return (
+        3 * tile.block_n * width
+        + 4 * tile.stages * tile.block_m * width
+        + 2 * tile.block_m * tile.block_n
+        + FLOAT_BYTES * tile.block_m * width
+        + 2 * FLOAT_BYTES * tile.stages * tile.block_m
+        + 16 * tile.stages
+        + 2 * 8 * FLOAT_BYTES
+        + 2 * 64
+        + BARRIER_BYTES * (3 + 3 * tile.stages + 4 + 4)
+    )
+
+
+def _sm90_fp8_backward(width: int, m: int, stages: int, date: str, reason: str) -> Tile:
+    """Two consumer warpgroups of 64 keys each, and the producer's."""
+    return Tile(
+        *(width, width, m, 128, stages, 384, reason, date),
+        scheduler="persistent",
+        options=(("DqUnitRows", 64), ("DqUnitColumns", 64), ("DqVector", 4)),
+    )
+
+
+SM90_FP8_BACKWARD = Kernels(
+    options=_SM90_BACKWARD.options[: len(DQ_ORDER)],
+    shared_bytes=_sm90_fp8_backward_bytes,
+    tiles=(
+        # head_dim 256 does not fit: dk and dv of 64 keys would take 256 registers of a thread.
+        _sm90_fp8_backward(64, 128, 3, "2026-12-07", "186 KB; not timed"),
+        _sm90_fp8_backward(128, 64, 3, "2026-12-07", "194 KB; not timed"),
+    ),
+)
+"""The backward over 8-bit floats, ``kernels_cu/sm90/backward_fp8.cuh``."""
+
+
 # fmt: off
 SM90 = Family(
     name="sm90",
@@ -702,7 +741,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (SM100, SM90, S
 MERGE_DTYPES = (DType.bfloat16, DType.float16, DType.float32)
 """Element types of parts that ``merge`` takes on a GPU."""
 MERGE_THREADS = 256
-BACKWARD_DELTA_THREADS = 256
+BACKWARD_DELTA_THREADS = 256  # also of that of 8-bit floats
 BACKWARD_CONVERT_THREADS = 256
 BACKWARD_CONVERT_BLOCKS = 2
 """Blocks an SM: with four, and 64 registers a thread, transposed sums spilled 48 bytes."""

@@ -746,7 +746,7 @@ def test_without_a_driver_the_message_says_what_is_needed(library_path):
 def test_a_library_of_another_version_is_refused(stub_path, tmp_path):
     code = (Path(driver.__file__).parent / "native" / "launch.c").read_text()
     other = tmp_path / "launch.c"
-    other.write_text(code.replace("CF_MAX_MAPS = 8", "CF_MAX_MAPS = 9"))
+    other.write_text(code.replace("CF_MAX_MAPS = 12", "CF_MAX_MAPS = 13"))
     library = driver.build_library(other, tmp_path)
     with pytest.raises(DriverError, match="does not fit"):
         driver.Driver(str(stub_path), library)

@@ -26,6 +26,7 @@ PYTHON_LAYERS = {
     "reference": 0,
     "fp8": 0,
     "reference_fp8": 0,
+    "fp8_gradients": 0,
     "tuning": 1,
     "params": 1,
     "select": 1,
@@ -44,6 +45,7 @@ PYTHON_LAYERS = {
     "operands": 5,
     "serve": 5,
     "backward": 5,
+    "backward_fp8": 5,
     "gradients": 5,
     "merging": 5,
     "quantizing": 5,
@@ -61,6 +63,7 @@ CUDA_LAYERS = {
     "ptx": 1,
     "params.cuh": 1,
     "backward_params.cuh": 1,
+    "backward_fp8_params.cuh": 1,
     "config.cuh": 1,
     "tile": 2,
     "attn": 3,
@@ -209,7 +212,12 @@ def test_python_imports_have_no_circle():
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [("reference", set()), ("fp8", {"errors"}), ("reference_fp8", {"reference", "fp8"})],
+    [
+        ("reference", set()),
+        ("fp8", {"errors"}),
+        ("reference_fp8", {"reference", "fp8"}),
+        ("fp8_gradients", {"fp8"}),
+    ],
 )
 def test_the_definitions_stand_alone(name, others):
     tree = ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))

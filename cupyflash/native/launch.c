@@ -26,8 +26,8 @@
 
 enum {
     CF_VERSION = 3,
-    CF_MAX_POINTERS = 24,
-    CF_MAX_MAPS = 8,
+    CF_MAX_POINTERS = 32,
+    CF_MAX_MAPS = 12,
     CF_MAX_RANK = 5,
     CF_MAX_LAUNCHES = 4,
     CF_MAX_BUFFERS = 24,

@@ -1,4 +1,4 @@
-// The emulated twins of ptx/common.cuh, sm80.cuh, sm90.cuh, wgmma.cuh and sm100.cuh: the same
+// The emulated twins of ptx/common.cuh, sm80.cuh, sm90.cuh, wgmma*.cuh and sm100.cuh: the same
 // names, template parameters and argument order, then the caller's source position. A twin only
 // forwards to runtime.hpp; an instruction that the target does not have fails when it is executed.
 #pragma once
@@ -102,6 +102,13 @@ CF_DEVICE uint32_t shfl_xor(uint32_t v, int mask, CF_WHERE) {
 }
 CF_DEVICE uint32_t shfl_idx(uint32_t v, int source_lane, CF_WHERE) {
   return emulate::shuffle(emulate::Shuffle::kIndex, v, source_lane, where);
+}
+CF_DEVICE uint32_t redux_max(uint32_t v, CF_WHERE) {
+  for (int mask = 1; mask < 32; mask *= 2) {
+    const uint32_t other = emulate::shuffle(emulate::Shuffle::kXor, v, mask, where);
+    if (other > v) v = other;
+  }
+  return v;
 }
 CF_DEVICE bool vote_any(bool p, CF_WHERE) { return emulate::vote_ballot(p, where) != 0; }
 CF_DEVICE bool vote_all(bool p, CF_WHERE) { return emulate::vote_ballot(p, where) == 0xffffffffu; }

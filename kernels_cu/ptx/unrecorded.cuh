@@ -76,6 +76,14 @@ CF_DEVICE uint32_t pack4_e4m3(float v0, float v1, float v2, float v3) {
   return r;
 }
 
+// The largest of the warp's, to all lanes. Of floats without sign the bits are in order. (PTX ISA:
+// redux.sync.)
+CF_DEVICE uint32_t redux_max(uint32_t v) {
+  uint32_t r;
+  asm volatile("redux.sync.max.u32 %0, %1, 0xffffffff;" : "=r"(r) : "r"(v));
+  return r;
+}
+
 #if __CUDA_ARCH__ >= 900
 // Contiguous bytes, a multiple of 16 as both addresses are; `bar` receives them. (PTX ISA:
 // cp.async.bulk.)
